@@ -1,0 +1,101 @@
+"""Which sglang this is for, every function of it that is changed, and the check that each change took."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+SUPPORTED = ("0.5.23",)
+UNTESTED_VARIABLE = "SGLD_LORA_ALLOW_UNTESTED_SGLANG"
+_ROOT = "sglang.multimodal_gen.runtime."
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of sglang's that a hook changes.
+
+    Attributes:
+        target: its dotted name.
+        kind: sglang's `HookType`, by name.
+        hook: what runs.
+        why: what is wrong without it.
+        until: when it can be deleted.
+    """
+
+    target: str
+    kind: str
+    hook: Callable[..., Any]
+    why: str
+    until: str
+
+
+def patches() -> tuple[Patch, ...]:
+    """Every change to sglang. Imports of sglang's runtime happen when the hooks run, not here."""
+    from server_patches import hooks
+
+    return (
+        Patch(
+            _ROOT + "entrypoints.http_server.create_app",
+            "AROUND",
+            hooks.add_routes,
+            "its route for updates from tensors loses messages and fields; the /lora_merge routes are new",
+            "sglang's route accepts a handler of a plugin",
+        ),
+        Patch(
+            _ROOT + "managers.scheduler.Scheduler.__init__",
+            "AFTER",
+            hooks.add_handler,
+            "a request of ours needs a handler in every worker",
+            "sglang lets a plugin register request handlers",
+        ),
+        Patch(
+            _ROOT + "post_training.weights_updater._load_weights_into_module",
+            "AROUND",
+            hooks.base_weights_change,
+            "a full load (tensor, disk, rollback) changes the base that merges start from",
+            "sglang announces weight loads to plugins",
+        ),
+        Patch(
+            _ROOT + "pipelines_core.lora.pipeline.LoRAPipeline.convert_to_lora_layers",
+            "BEFORE",
+            hooks.give_base_back,
+            "it takes the live weights for the base, and would keep a merged one as such",
+            "sglang announces weight loads to plugins",
+        ),
+        Patch(
+            _ROOT + "scheduler_client.AsyncSchedulerClient.forward",
+            "AROUND",
+            hooks.notice_control_request,
+            "updates by sglang's own routes change what the status route must show",
+            "sglang announces weight loads to plugins",
+        ),
+    )
+
+
+def check_version(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this sglang cannot be served, as a sentence that says what to do; None where it can."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return "sglang is not installed: pip install 'sgld-lora-merge[engine]'"
+    if found in SUPPORTED or environ.get(UNTESTED_VARIABLE) == "1":
+        return None
+    return (
+        f"sglang {found} is not supported, {' or '.join(SUPPORTED)} is: install one of those, or set "
+        f"{UNTESTED_VARIABLE}=1 to try this one, or exclude the plugin sgld_lora_merge with SGLANG_PLUGINS"
+    )
+
+
+def unapplied(applied: set[str]) -> str | None:
+    """Which hooks did not take, as a sentence; None where all did."""
+    missing = [patch.target for patch in patches() if patch.target not in applied]
+    if not missing:
+        return None
+    return (
+        f"these functions of sglang {version('sglang')} could not be changed: {', '.join(missing)}. Weight updates "
+        f"would be sglang's own, with its silent failures. Install sglang {' or '.join(SUPPORTED)}, or exclude the "
+        "plugin sgld_lora_merge with SGLANG_PLUGINS"
+    )

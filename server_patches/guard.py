@@ -1,0 +1,132 @@
+"""Who may reach the routes that change weights: token, origin, content type and size, before a body is parsed.
+
+The engine's own CORS policy is ``*``, so a web page could otherwise post a pickle from a browser beside the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sgld_lora_merge.errors import LoraMergeError
+
+API_KEY_VARIABLE = "SGLD_LORA_API_KEY"
+MAX_BODY_VARIABLE = "SGLD_LORA_MAX_BODY_MB"
+DEFAULT_MAX_BODY_MB = 4096.0  # CPU tensors may travel inline; handles take kilobytes
+WEIGHT_ROUTES = (
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor_checker",
+    "/get_weights_checksum",
+)
+OWN_PREFIX = "/lora_merge/"
+
+
+class TooLarge(LoraMergeError):
+    status = 413
+    reason = "too_large"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the environment asks for.
+
+    Attributes:
+        api_key: bearer token that guarded routes need; None needs none.
+        max_body_bytes: of one request.
+    """
+
+    api_key: str | None = None
+    max_body_bytes: int = int(DEFAULT_MAX_BODY_MB * 2**20)
+
+
+def limits_from_environment(environ: Mapping[str, str] = os.environ) -> Limits:
+    """Read ``SGLD_LORA_API_KEY`` and ``SGLD_LORA_MAX_BODY_MB`` (MiB).
+
+    Raises:
+        LoraMergeError: the limit is not a number above 0.
+    """
+    value = environ.get(MAX_BODY_VARIABLE) or str(DEFAULT_MAX_BODY_MB)
+    try:
+        megabytes = float(value)
+    except ValueError:
+        megabytes = -1.0
+    if not 0 < megabytes < float("inf"):
+        raise LoraMergeError(f"{MAX_BODY_VARIABLE}={value!r} is not a number of MiB above 0")
+    return Limits(environ.get(API_KEY_VARIABLE) or None, int(megabytes * 2**20))
+
+
+def refusal(method: str, path: str, headers: Mapping[str, str], limits: Limits) -> tuple[int, str] | None:
+    """Status and message for a request that must not reach its route; None for one that may.
+
+    Args:
+        headers: with lower-case names.
+    """
+    if not (path in WEIGHT_ROUTES or path.startswith(OWN_PREFIX)) or method == "OPTIONS":
+        return None
+    if limits.api_key is not None:
+        given = headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {limits.api_key}".encode()):
+            return 401, f"{API_KEY_VARIABLE} is set: send Authorization: Bearer <its value>"
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        return 403, f"the origin {origin} is foreign to this engine; weight routes are not for web pages"
+    if method != "POST":
+        return None
+    content_type = headers.get("content-type", "").split(";")[0].strip().lower()
+    body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if (body or content_type) and content_type != "application/json":
+        return 415, f"content type {content_type or 'none'!r}: this route reads application/json"
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length) > limits.max_body_bytes:
+        return 413, _too_large(int(length), limits)
+    return None
+
+
+class Guard:
+    """ASGI middleware that answers refusals itself and counts the bytes of a body whose length was not announced."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refused = refusal(scope["method"], scope["path"], Headers(scope=scope), self._limits)
+        if refused is None:
+            guarded = scope["path"] in WEIGHT_ROUTES or scope["path"].startswith(OWN_PREFIX)
+            await self._app(scope, self._counting(receive) if guarded else receive, send)
+            return
+        status, message = refused
+        body = json.dumps({"success": False, "message": message, "payload_opened": []}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _counting(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limits.max_body_bytes:
+                raise TooLarge(_too_large(received, self._limits))
+            return message
+
+        return counted
+
+
+def _too_large(size: int, limits: Limits) -> str:
+    return (
+        f"the body has {size} bytes or more, the limit is {limits.max_body_bytes} ({MAX_BODY_VARIABLE}); "
+        "send handles or smaller buckets"
+    )

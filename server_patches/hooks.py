@@ -1,0 +1,80 @@
+"""The hooks themselves, one small function each. Which function each one changes, and why, is in `compat`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from sgld_lora_merge.errors import LoraMergeError
+
+if TYPE_CHECKING:
+    from server_patches.http import MergeRoutes
+    from server_patches.worker import MergeWorker
+
+logger = logging.getLogger(__name__)
+
+# One of each in a process: sglang has one scheduler in a worker process and one app in the HTTP process.
+_worker: MergeWorker | None = None
+_routes: MergeRoutes | None = None
+
+
+def stop(sentence: str) -> None:
+    """End this process: an engine that serves without the plugin would train nothing and say nothing.
+
+    ``SystemExit``, because sglang logs a plugin's other exceptions and starts without it.
+    """
+    sys.exit(f"sgld-lora-merge: {sentence}")
+
+
+def add_routes(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    global _routes
+    from server_patches.http import install
+
+    app = original(server_args, *args, **kwargs)
+    try:
+        install(app, server_args)
+    except LoraMergeError as error:
+        stop(str(error))
+    _routes = app.state.sgld_lora_merge
+    return app
+
+
+def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    global _worker
+    from server_patches.requests import MergeReq
+    from server_patches.worker import make_merge_worker
+
+    try:
+        _worker = make_merge_worker(scheduler.worker)
+    except LoraMergeError as error:
+        stop(str(error))
+    else:
+        scheduler.request_handlers[MergeReq] = _worker.handle
+        logger.info("sgld-lora-merge is in force: %s", _worker.engine.precision)
+
+
+def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:
+        return original(module, *args, **kwargs)
+    with _worker.base_weights_change(module):
+        return original(module, *args, **kwargs)
+
+
+def give_base_back(pipeline: Any, *_: Any, **__: Any) -> None:
+    if _worker is not None and not pipeline.lora_initialized:
+        _worker.give_base_back()
+
+
+async def notice_control_request(
+    original: Callable[..., Awaitable[Any]], client: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
+
+    from server_patches.requests import MergeReq
+
+    result = await original(client, batch, *args, **kwargs)
+    if _routes is not None and isinstance(batch, _CONTROL_REQ_TYPES) and not isinstance(batch, MergeReq):
+        await _routes.refresh()
+    return result

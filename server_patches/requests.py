@@ -1,0 +1,23 @@
+"""What the HTTP process sends to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
+
+
+@dataclass
+class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang is untyped
+    """One operation of ours on every rank.
+
+    A subclass of sglang's request, because its client fans out to every replica by ``isinstance``; a class of its own,
+    because its scheduler looks handlers up by exact type. Pickled on its way, so it holds plain data only.
+    """
+
+    operation: Literal["update", "reset", "status"] = "update"
+    whole: bool = False
+    allow_partial: bool = False
+    layer_scaling: dict[str, dict[str, float]] | None = None
+    weight_version: str | None = None

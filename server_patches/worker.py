@@ -1,0 +1,486 @@
+"""The workers' side: every rank plans, the ranks agree, all commit, and they agree once more.
+
+    verdict   own payload -> pairs -> plan; whatever goes wrong becomes a verdict, never an exception
+    agree     all ranks of the replica hear all verdicts; one bad one and no rank writes
+    commit    every rank writes
+    agree     an overflow or an exception on one rank: all compute the state before again
+
+Requests run one at a time in the scheduler's loop, so nothing here interleaves with a generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from sglang.multimodal_gen.runtime.cache.conditioning import invalidate_conditioning_caches
+from sglang.multimodal_gen.runtime.cache.teacache import TeaCacheMixin
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
+from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
+from sglang.multimodal_gen.runtime.managers.memory_managers.weight_snapshot import restore_weight_snapshot
+from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
+from sglang.multimodal_gen.runtime.post_training.weights_updater import get_updatable_modules
+from torch import nn
+
+from server_patches.agreement import Silence, gather
+from server_patches.layers import EngineModule
+from server_patches.requests import MergeReq
+from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
+from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some, summarise
+from sgld_lora_merge.kernels import MergeStats
+from sgld_lora_merge.pairs import pair_up
+from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors, normalised_uuid
+from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.unpickler import PayloadReader
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank tells the others after one phase. Pickled between ranks, so plain data only.
+
+    Attributes:
+        status: 0 when all is well, else the HTTP status this rank would answer.
+        reason: the word under which the failure is counted.
+        faults: one sentence each.
+        opened: whether this rank has opened its payload.
+        stats: by module, after a commit.
+    """
+
+    status: int = 0
+    reason: str = ""
+    faults: tuple[str, ...] = ()
+    opened: bool = False
+    stats: Mapping[str, MergeStats] = field(default_factory=dict)
+
+
+class NotTogether(LoraMergeError):
+    """The ranks may hold different weights: only a restart brings the engine back."""
+
+    status = 503
+    reason = "failed"
+
+
+class Refused(LoraMergeError):
+    """Verdicts that keep an update from going live."""
+
+    def __init__(self, verdicts: list[Verdict]) -> None:
+        super().__init__(_told(verdicts))
+        worst = max(verdicts, key=lambda verdict: verdict.status)
+        self.status, self.reason = worst.status, worst.reason
+        self.verdicts = verdicts
+
+
+class MergeWorker:
+    """One rank's side of every request of ours.
+
+    Args:
+        gpu_worker: sglang's worker; its pipeline holds the modules.
+        replica: the ranks that serve one request together.
+        precision: of every merge.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float) -> None:
+        self.gpu_worker = gpu_worker
+        self.engine = MergeEngine(self._views, precision)
+        self._replica = replica
+        self._timeout_s = timeout_s
+        self._cached_views: dict[str, tuple[nn.Module, EngineModule]] = {}
+        self._timings: dict[str, dict[str, float]] = {}
+        self._failed: str | None = None
+
+    # requests
+
+    def handle(self, reqs: list[MergeReq]) -> OutputBatch:
+        """The scheduler's handler for `MergeReq`; answers whatever happens."""
+        req = reqs[0]
+        clock = _Clock()
+        opened: list[bool] = [False] * self._replica.world_size
+        try:
+            if self._failed is not None:
+                raise NotTogether(self._failed)
+            match req.operation:
+                case "status":
+                    answer: dict[str, Any] = {"message": "ok"}
+                case "reset":
+                    answer = self._go_live(self._plan_reset, req, clock, opened)
+                case _ if req.weight_update_mode == LORA_MERGE:
+                    answer = self._go_live(self._plan_update, req, clock, opened)
+                case _:
+                    answer = self._full_update(req, opened)
+            output = {"status": 200, "success": True, **answer}
+        except LoraMergeError as error:
+            if isinstance(error, NotTogether):
+                self._failed = str(error)
+            output = {"status": error.status, "reason": error.reason, "success": False, "message": self._outcome(error)}
+        except Exception as error:  # the loop must answer: a request that dies here would leave the client waiting
+            logger.exception("%s failed", req.operation)
+            output = {
+                "status": 500,
+                "reason": "engine",
+                "success": False,
+                "message": f"{type(error).__name__}: {error}",
+            }
+        output |= {"payload_opened": opened, "snapshot": self.snapshot(), "failed": self._failed}
+        return OutputBatch(output=output, error=None if output["success"] else output["message"])
+
+    def _go_live(self, make_plan: Any, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
+        verdict, plan = self._judge(lambda: make_plan(req, clock), clock)
+        opened[self._replica.rank_in_group] = verdict.opened
+        verdicts = self._agree(verdict)
+        opened[:] = [each.opened for each in verdicts]
+        _raise_if_bad(verdicts)
+        assert plan is not None
+        stats = self._commit(plan, clock)
+        reset = req.operation == "reset"
+        losses = {} if reset else {module: each.rounding_loss for module, each in stats.items()}
+        self.engine.settle(plan, None if reset else req.weight_version, losses)
+        timings = clock.milliseconds()
+        self._timings |= {part.module: timings for part in plan.modules}
+        if reset:
+            names = [module.module for module in plan.modules]
+            return {"message": f"base weights are live in {name_some(names) or 'every module'}", "timings_ms": timings}
+        return self._live_answer(req, plan, stats, timings)
+
+    def _live_answer(
+        self, req: MergeReq, plan: Plan, stats: Mapping[str, MergeStats], timings: dict[str, float]
+    ) -> dict[str, Any]:
+        modules = {
+            part.module: {
+                "layers": len(part.layers),
+                "rounding_loss": stats[part.module].rounding_loss,
+                "merge_mode": "merge",
+            }
+            for part in plan.modules
+        }
+        total = sum(stats.values(), MergeStats())
+        message = f"{plan.layers} LoRA layers are live in {name_some(list(modules))}"
+        logger.info("%s: weight_version=%s %s", message, req.weight_version, timings)
+        return {
+            "message": message,
+            "weight_version": req.weight_version,
+            "layers": plan.layers,
+            "skipped": plan.skipped,
+            "merge_mode": "merge",
+            "merge_precision": str(self.engine.precision),
+            "base_store": self.engine.state(plan.modules[0].module).store.kind,
+            "rounding_loss": total.rounding_loss,
+            "modules": modules,
+            "timings_ms": timings,
+        }
+
+    # phases
+
+    def _judge(self, make_plan: Any, clock: _Clock) -> tuple[Verdict, Plan | None]:
+        """This rank's plan and its verdict on it."""
+        plan = None
+        try:
+            plan = make_plan()
+            verdict = Verdict()
+        except LoraMergeError as error:
+            verdict = _verdict_of(error)
+        except Exception as error:
+            logger.exception("the update could not be planned")
+            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
+        return replace(verdict, opened=clock.opened), plan
+
+    def _plan_update(self, req: MergeReq, clock: _Clock) -> Plan:
+        self._refuse_states(req.target_modules or [])
+        with clock.stage("deserialize"):
+            reader = PayloadReader(
+                cuda_device_index, shared=len(req.serialized_named_tensors) < self._replica.world_size
+            )
+            try:
+                content = decode(self._own_payload(req), reader)
+                reader.opened = True  # tensors may also have come inline, without a handle
+            finally:
+                clock.opened = reader.opened
+            by_module = named_tensors(content, req.load_format, req.target_modules or [])
+        with clock.stage("validate"):
+            updates = []
+            modules = self._modules()
+            for name, named in by_module.items():
+                if name in modules:
+                    with torch.inference_mode():
+                        restore_weight_snapshot(modules[name])
+                scaling = (req.layer_scaling or {}).get(name)
+                pairing = pair_up(named, alpha=req.lora_alpha, rank=req.lora_rank, layer_scaling=scaling)
+                faults = list(pairing.faults)
+                if (view := self._views().get(name)) is not None and not faults:
+                    faults += view.objections(pairing.pairs)
+                updates.append(ModuleUpdate(name, pairing.pairs, req.whole, req.allow_partial, faults))
+            return self.engine.plan(updates)
+
+    def _plan_reset(self, req: MergeReq, clock: _Clock) -> Plan:
+        self._refuse_states(req.target_modules or [])
+        with clock.stage("validate"):
+            return self.engine.plan_reset(req.target_modules)
+
+    def _commit(self, plan: Plan, clock: _Clock) -> dict[str, MergeStats]:
+        """Write on every rank; on failure of any, undo on every rank and raise."""
+        try:
+            with clock.stage("merge"), self._weights_change(plan):
+                stats = self.engine.commit(plan)
+            faults = tuple(
+                f"{module}: {each.non_finite} elements of the merged weight are not finite in its dtype"
+                for module, each in stats.items()
+                if each.non_finite
+            )
+            verdict = Verdict(400, "overflow", faults) if faults else Verdict(stats=stats)
+        except Exception as error:
+            logger.exception("the merge failed")
+            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
+        verdicts = self._agree(verdict, written=True)
+        if not any(each.status for each in verdicts):
+            return {
+                part.module: sum((each.stats[part.module] for each in verdicts), MergeStats()) for part in plan.modules
+            }
+        undone = Verdict()
+        try:
+            with self._weights_change(plan):
+                self.engine.revert(plan)
+        except Exception as error:
+            logger.exception("the previous weights could not be restored")
+            undone = Verdict(503, "failed", (f"{type(error).__name__}: {error}",))
+        undone_everywhere = self._agree(undone, written=True)
+        if any(each.status for each in undone_everywhere):
+            raise NotTogether(
+                f"{_told(verdicts)}; then the previous weights could not be restored: {_told(undone_everywhere)}. "
+                "Restart the engine"
+            )
+        raise Refused(verdicts)
+
+    @contextmanager
+    def _weights_change(self, plan: Plan) -> Iterator[None]:
+        """What sglang does around an update of its own. Prompt embeddings do not depend on the module and survive."""
+        modules = [self._modules()[part.module] for part in plan.modules]
+        invalidate_conditioning_caches(modules)
+        for module in modules:
+            if isinstance(module, TeaCacheMixin):
+                module.reset_teacache_state()
+        yield
+        for module in modules:
+            if isinstance(module, BaseDiT):
+                module.refresh_weight_derived_caches(weights_path=None)
+
+    def _agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
+        try:
+            return gather(verdict, self._replica, self._timeout_s)
+        except Silence as error:
+            own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""
+            state = "the ranks may hold different weights" if written else "nothing was written"
+            raise NotTogether(
+                f"{error}{own}; {state}, but the ranks have lost each other. Restart the engine"
+            ) from error
+
+    def _full_update(self, req: MergeReq, opened: list[bool]) -> dict[str, Any]:
+        """sglang's own full-weight update; every rank's result is heard, so that a failure neither hangs nor hides."""
+        try:
+            self._refuse_sleep()
+            own = _with_payload(req, self._own_payload(req))
+            verdict = Verdict()
+        except LoraMergeError as error:
+            verdict = _verdict_of(error)
+        _raise_if_bad(self._agree(verdict))
+        opened[:] = [True] * len(opened)
+        modules = req.target_modules or []
+        try:
+            success, message = self.gpu_worker.update_weights_from_tensor(own)
+            verdict = Verdict() if success else Verdict(400, "full_update", (message,))
+        except Exception as error:
+            logger.exception("the full-weight update failed")
+            verdict, message = Verdict(500, "full_update", (f"{type(error).__name__}: {error}",)), ""
+        _raise_if_bad(self._agree(verdict, written=True))
+        for module in modules:
+            self.engine.forget(module, req.weight_version)
+        return {"message": message, "weight_version": req.weight_version}
+
+    # the engine's state
+
+    def _modules(self) -> dict[str, nn.Module]:
+        modules: dict[str, nn.Module] = get_updatable_modules(self.gpu_worker.pipeline)
+        return modules
+
+    def _views(self) -> dict[str, EngineModule]:
+        """A view of every module; kept as long as the module is the same object."""
+        for name, module in self._modules().items():
+            if self._cached_views.get(name, (None,))[0] is not module:
+                self._cached_views[name] = (module, EngineModule(module, self._replica.world_size))
+        return {name: view for name, (_, view) in self._cached_views.items()}
+
+    def _refuse_sleep(self) -> None:
+        if self.gpu_worker.is_sleeping():
+            raise ConflictError("the engine is asleep: POST /resume_memory_occupation first")
+
+    def _refuse_states(self, modules: list[str]) -> None:
+        """States of the engine in which merging is not built or not defined."""
+        self._refuse_sleep()
+        args, pipeline = self.gpu_worker.server_args, self.gpu_worker.pipeline
+        if getattr(pipeline, "lora_initialized", False):
+            raise ConflictError(
+                "sglang itself has wrapped the layers for an adapter of its own (--lora-path or /v1/set_lora); "
+                "start the engine without one"
+            )
+        if args.lora_merge_mode == "dynamic":
+            raise RequestError("--lora-merge-mode dynamic is not built yet; start the engine with merge or auto")
+        offloaded = [
+            name
+            for name, module in self._modules().items()
+            if name in modules and is_layerwise_offloaded_module(module)
+        ]
+        if offloaded:
+            raise RequestError(
+                f"{name_some(offloaded)} is offloaded layer by layer, which is not built yet; start the engine with "
+                "--dit-layerwise-offload false"
+            )
+
+    def _own_payload(self, req: MergeReq) -> str:
+        """The payload that this rank reads; by GPU where the request says so, else by rank."""
+        payloads, uuids = req.serialized_named_tensors, req.payload_gpu_uuids
+        if uuids is not None and torch.cuda.is_available():
+            own = normalised_uuid(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+            for uuid, payload in zip(uuids, payloads, strict=True):
+                if normalised_uuid(uuid) == own:
+                    return str(payload)
+            raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
+        if len(payloads) == 1:
+            return str(payloads[0])
+        world = get_world_group()
+        if len(payloads) != world.world_size:
+            raise RequestError(
+                f"serialized_named_tensors has {len(payloads)} payloads; one is needed, or one for each of "
+                f"{world.world_size} workers"
+            )
+        return str(payloads[world.rank_in_group])
+
+    def _outcome(self, error: LoraMergeError) -> str:
+        """The error, and what the engine serves now."""
+        if isinstance(error, NotTogether) or error.reason == "full_update":
+            return str(error)
+        versions = {name: state.weight_version for name, state in self.engine.states.items() if state.live}
+        live = ", ".join(f"{name} at weight_version {version!r}" for name, version in versions.items())
+        return f"{error}. Nothing was changed: the engine serves {live or 'the base weights'}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every module's state as the status route shows it; store sizes are those of rank 0."""
+        modules = {}
+        for name in sorted(self._modules()):
+            state = self.engine.state(name)
+            pairs = state.pairs
+            modules[name] = {
+                "state": "failed" if self._failed else "merged" if state.live else "base",
+                "weight_version": state.weight_version,
+                "layers": len({pair.layer for pair in pairs}),
+                "rank": _only({pair.rank for pair in pairs}),
+                "scale": _only({pair.scale for pair in pairs}),
+                "merge_precision": str(self.engine.precision),
+                "base_store": state.store.kind if state.store.nbytes else None,
+                "base_store_bytes": state.store.nbytes,
+                "rounding_loss": state.rounding_loss,
+                "timings_ms": self._timings.get(name, {}),
+            }
+        return modules
+
+    @contextmanager
+    def base_weights_change(self, module: nn.Module) -> Iterator[None]:
+        """Around code of sglang's that loads a module: W0 back first, and no adapter afterwards, whatever it did."""
+        names = [name for name, each in self._modules().items() if each is module]
+        for name in names:
+            if self.engine.state(name).live:
+                with torch.inference_mode():
+                    restore_weight_snapshot(module)
+                self.engine.restore(name)
+        try:
+            yield
+        finally:
+            for name in names:
+                self.engine.forget(name)
+
+    def give_base_back(self) -> None:
+        """Before sglang wraps layers for an adapter of its own: base weights everywhere, no adapter of ours."""
+        for module in self._modules().values():
+            with self.base_weights_change(module):
+                pass
+
+
+class _Clock:
+    """Milliseconds by stage, and whether the payload was opened on the way."""
+
+    def __init__(self) -> None:
+        self.opened = False
+        self._started = time.perf_counter()
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stages[name] = (time.perf_counter() - started) * 1e3
+
+    def milliseconds(self) -> dict[str, float]:
+        stages = {"deserialize": 0.0, "validate": 0.0, "merge": 0.0, **self._stages}
+        return {**stages, "total": (time.perf_counter() - self._started) * 1e3}
+
+
+def make_merge_worker(gpu_worker: Any) -> MergeWorker:
+    """This process's worker, as the environment says.
+
+    Raises:
+        LoraMergeError: a variable has a value that means nothing.
+    """
+    value = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 < timeout_s < float("inf"):
+        raise LoraMergeError(f"{TIMEOUT_VARIABLE}={value!r} is not a number of seconds above 0")
+    return MergeWorker(gpu_worker, get_replica_group(), precision_from_environment(), timeout_s)
+
+
+def _with_payload(req: Any, payload: str) -> Any:
+    """The request as sglang's own code reads it on this rank."""
+    return replace(req, serialized_named_tensors=[payload], payload_gpu_uuids=None)
+
+
+def _verdict_of(error: LoraMergeError) -> Verdict:
+    faults = error.faults if isinstance(error, RequestError) else (str(error),)
+    return Verdict(error.status, error.reason, faults)
+
+
+def _raise_if_bad(verdicts: list[Verdict]) -> None:
+    if any(verdict.status for verdict in verdicts):
+        raise Refused(verdicts)
+
+
+def _told(verdicts: list[Verdict]) -> str:
+    """All faults of all ranks; those that every rank has are told once, the others with their rank."""
+    everywhere = set.intersection(*(set(verdict.faults) for verdict in verdicts))
+    told = [fault for fault in verdicts[0].faults if fault in everywhere]
+    told += [
+        f"rank {rank}: {fault}"
+        for rank, verdict in enumerate(verdicts)
+        for fault in verdict.faults
+        if fault not in everywhere
+    ]
+    return summarise(told)
+
+
+def _only(values: set[Any]) -> Any:
+    """The value that all layers share; a sorted list where they differ; None where there are none."""
+    return next(iter(values)) if len(values) == 1 else sorted(values) or None

@@ -1,0 +1,30 @@
+"""Exact LoRA merges for a running rollout engine: pairs in, merged weights live, or nothing changed.
+
+The engine plugin is the package ``server_patches``, which sglang-diffusion finds by its entry point. This package holds
+what both sides share and imports nothing of sglang.
+"""
+
+from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError
+from sgld_lora_merge.pairs import Pair, pair_up
+from sgld_lora_merge.payload import pack
+from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.targets import Landing, LinearModule, ModuleView, Span, Target
+
+__all__ = [
+    "ConflictError",
+    "Landing",
+    "LinearModule",
+    "LoraMergeError",
+    "MergeEngine",
+    "ModuleUpdate",
+    "ModuleView",
+    "Pair",
+    "Precision",
+    "RequestError",
+    "Span",
+    "Target",
+    "pack",
+    "pair_up",
+    "precision_from_environment",
+]

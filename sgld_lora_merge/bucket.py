@@ -1,0 +1,116 @@
+"""The bucket layout: many tensors flattened into one uint8 tensor, and a list that says where each one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from sgld_lora_merge.errors import RequestError
+
+ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
+
+
+class _SealedType(type):
+    """A class whose attributes cannot be set; a hostile payload gets hold of the class, see `unpickler`."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise RequestError(f"the payload sets the attribute {name!r} of a class")
+
+
+@dataclass
+class BucketEntry:
+    """One tensor of a bucket; the fields are those of sglang's ``FlattenedTensorMetadata``.
+
+    Attributes:
+        name: the tensor's name.
+        shape: its shape.
+        dtype: its dtype, or the dtype's name.
+        start_idx, end_idx: its bytes in the flattened tensor, half-open.
+        numel: its number of **bytes**; the name is sglang's.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype | str
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[BucketEntry]]:
+    """Copy tensors into one uint8 tensor on their device, each at a multiple of 16 bytes.
+
+    Args:
+        named_tensors: of any dtype, shape and stride, all on one device.
+
+    Raises:
+        ValueError: no tensors, or an empty one; it is named.
+    """
+    tensors = list(named_tensors)
+    if not tensors:
+        raise ValueError("a bucket holds at least one tensor")
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        if tensor.numel() == 0:
+            raise ValueError(f"{name!r} is empty: shape {tuple(tensor.shape)}")
+        entries.append(BucketEntry(name, tensor.shape, tensor.dtype, offset, offset + tensor.nbytes, tensor.nbytes))
+        offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    flat = torch.zeros(offset, dtype=torch.uint8, device=tensors[0][1].device)
+    for (_, tensor), entry in zip(tensors, entries, strict=True):
+        flat[entry.start_idx : entry.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return flat, entries
+
+
+def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, as views into it where their offsets allow that.
+
+    Raises:
+        RequestError: with every entry that does not describe bytes of ``flat``.
+    """
+    faults: list[str] = []
+    if not isinstance(flat, torch.Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1:
+        raise RequestError("flattened_tensor is not a uint8 tensor of one dimension")
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
+        raise RequestError("metadata is not a list of FlattenedTensorMetadata")
+    named = []
+    for position, entry in enumerate(entries):
+        try:
+            named.append((entry.name, _tensor_at(flat, entry)))
+        except (AttributeError, TypeError, ValueError) as error:
+            name = getattr(entry, "name", f"entry {position}")
+            faults.append(f"metadata of {name!r}: {error}")
+    if faults:
+        raise RequestError(*faults)
+    return named
+
+
+def _tensor_at(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
+    if not isinstance(entry.name, str):
+        raise ValueError(f"the name is {entry.name!r}, not a string")
+    dtype = _dtype(entry.dtype)
+    shape = tuple(entry.shape)
+    start, stop = entry.start_idx, entry.end_idx
+    if not all(isinstance(value, int) and value >= 0 for value in (*shape, start, stop)):
+        raise ValueError(f"shape {shape}, start_idx {start!r} and end_idx {stop!r} are to be integers from 0")
+    needed = dtype.itemsize
+    for extent in shape:
+        needed *= extent
+    if stop - start != needed:
+        raise ValueError(f"shape {shape} of {dtype} takes {needed} bytes, [{start}, {stop}) has {stop - start}")
+    if stop > flat.numel():
+        raise ValueError(f"[{start}, {stop}) is outside the bucket of {flat.numel()} bytes")
+    piece = flat[start:stop]
+    if (piece.storage_offset() % dtype.itemsize) or (piece.data_ptr() % dtype.itemsize):
+        piece = piece.clone()  # a sender that does not align its tensors
+    return piece.view(dtype).view(shape)
+
+
+def _dtype(value: object) -> torch.dtype:
+    if isinstance(value, str):
+        value = getattr(torch, value.removeprefix("torch."), value)
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"{value!r} is not a dtype")
+    return value

@@ -1,0 +1,348 @@
+"""Plan, then commit: the state of merged weights, and the only code that changes them.
+
+    plan      resolves, checks and allocates; may fail, changes nothing that is live
+    commit    writes; every large allocation has been made before
+    settle    the update is live: it becomes the state
+    revert    it is not: the state before it is computed again from W0
+
+Between the steps the caller may agree with other ranks. Whatever happens to a plan that is not settled, the state is
+the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+
+from sgld_lora_merge import kernels
+from sgld_lora_merge.base_store import BaseStore, Key, snapshot
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.kernels import MergeJob, MergeStats
+from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
+
+MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleUpdate:
+    """What one request does to one module.
+
+    Attributes:
+        module: name of the target module.
+        pairs: its pairs; they may be views into the sender's memory, the plan copies them.
+        whole: the pairs are the module's whole adapter, so that a target they do not name goes back to its base weight;
+            otherwise such a target keeps what it has.
+        allow_partial: leave out unknown layers, and report them, instead of refusing the update.
+        faults: what was wrong before there were pairs; a plan reports it together with its own.
+    """
+
+    module: str
+    pairs: Sequence[Pair]
+    whole: bool = False
+    allow_partial: bool = False
+    faults: Sequence[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A pair, in the engine's own memory, at one of its targets."""
+
+    pair: Pair
+    target: Target
+
+
+Adapter = Mapping[Key, Placed]
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePlan:
+    """One module's part of a plan: what it will hold, what is written, what was left out."""
+
+    module: str
+    before: Adapter
+    after: Adapter
+    written: tuple[Target, ...]
+    snapshots: Mapping[Key, torch.Tensor]
+    layers: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A checked update with all its memory; commit it once."""
+
+    modules: tuple[ModulePlan, ...]
+    scratch: kernels.Scratch | None
+
+    @property
+    def layers(self) -> int:
+        return sum(len(module.layers) for module in self.modules)
+
+    @property
+    def skipped(self) -> list[str]:
+        return [layer for module in self.modules for layer in module.skipped]
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """What is live in one module, and what was before it (the pairs, not the weights)."""
+
+    live: Adapter = field(default_factory=dict)
+    previous: Adapter | None = None
+    store: BaseStore = field(default_factory=BaseStore)
+    weight_version: str | None = None
+    previous_version: str | None = None
+    rounding_loss: float | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return list({id(placed.pair): placed.pair for placed in self.live.values()}.values())
+
+
+class MergeEngine:
+    """Merges updates into the modules of one rank.
+
+    Args:
+        modules: module name -> its view; called for every plan, since an engine may replace its modules.
+        precision: of every merge.
+    """
+
+    def __init__(self, modules: Callable[[], Mapping[str, ModuleView]], precision: Precision) -> None:
+        self._modules = modules
+        self.precision = precision
+        self.states: dict[str, ModuleState] = {}
+
+    def state(self, module: str) -> ModuleState:
+        """What is live in a module; an empty state for one that was never updated."""
+        return self.states.get(module) or ModuleState()
+
+    # plan
+
+    def plan(self, updates: Sequence[ModuleUpdate]) -> Plan:
+        """Resolve and check every pair against the modules, and allocate all that a commit needs.
+
+        Raises:
+            RequestError: with every fault of every module.
+        """
+        views = self._modules()
+        faults: list[str] = []
+        plans = []
+        for update in updates:
+            view = views.get(update.module)
+            if view is None:
+                faults.extend(
+                    (f"no module {update.module!r} here; there are {name_some(sorted(views))}", *update.faults)
+                )
+                continue
+            try:
+                plans.append(self._plan_module(update, view))
+            except RequestError as error:
+                faults.extend(f"{update.module}: {fault}" for fault in error.faults)
+        if faults:
+            raise RequestError(*faults)
+        return self._allocate(plans)
+
+    def plan_reset(self, modules: Iterable[str] | None = None) -> Plan:
+        """A plan that brings the base weight back in the named modules, or in all.
+
+        Raises:
+            RequestError: a module that does not exist.
+        """
+        views = self._modules()
+        names = list(self.states) if modules is None else list(dict.fromkeys(modules))
+        if unknown := [name for name in names if name not in views]:
+            raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")
+        plans = []
+        for name in names:
+            live = self.state(name).live
+            plans.append(ModulePlan(name, live, {}, tuple(placed.target for placed in live.values()), {}))
+        return self._allocate(plans)
+
+    def _plan_module(self, update: ModuleUpdate, view: ModuleView) -> ModulePlan:
+        faults = list(update.faults)
+        skipped: list[str] = []
+        placed: dict[Key, Placed] = {}
+        for pair in update.pairs:
+            try:
+                landing = view.land(pair.layer)
+            except CannotLand as error:
+                faults.append(f"{pair.layer!r} cannot be merged: {error}")
+                continue
+            if landing is None:
+                skipped.append(pair.layer)
+                continue
+            faults.extend(_misfits(pair, landing, view))
+            for target in landing.targets:
+                if (other := placed.get(target.key)) is not None:
+                    faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
+                placed[target.key] = Placed(pair, target)
+        if skipped and not update.allow_partial:
+            faults.append(
+                f"unknown layers {name_some(skipped)}; the engine has {name_some(_alike(skipped, view.layers()))}"
+            )
+        elif not placed and not faults:
+            faults.append(
+                f"none of the layers is known: {name_some(skipped)}; the engine has {name_some(view.layers())}"
+            )
+        faults.extend(_shared_storage(placed.values(), view))
+        if faults:
+            raise RequestError(*faults)
+        before = self.state(update.module).live
+        gone = [old.target for key, old in before.items() if update.whole and key not in placed]
+        kept = {} if update.whole else before
+        return ModulePlan(
+            module=update.module,
+            before=before,
+            after={**kept, **placed},
+            written=(*(new.target for new in placed.values()), *gone),
+            snapshots={},
+            layers=tuple(sorted({new.pair.layer for new in placed.values()})),
+            skipped=tuple(skipped),
+        )
+
+    def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
+        """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
+        owned = []
+        for plan in plans:
+            copies: dict[int, Pair] = {id(old.pair): old.pair for old in plan.before.values()}
+            after = {}
+            for key, new in plan.after.items():
+                if id(new.pair) not in copies:
+                    copies[id(new.pair)] = _own_copy(new.pair)
+                after[key] = Placed(copies[id(new.pair)], new.target)
+            store, view = self.state(plan.module).store, self._modules()[plan.module]
+            snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in store}
+            owned.append(replace(plan, after=after, snapshots=snapshots))
+        both_ways = [
+            job for plan in owned for adapter in (plan.after, plan.before) for _, job in self._jobs(plan, adapter)
+        ]
+        return Plan(tuple(owned), kernels.scratch_for(both_ways, self.precision))
+
+    # commit
+
+    def commit(self, plan: Plan) -> dict[str, MergeStats]:
+        """Write the plan; statistics by module, each target's divided by its number of copies in the replica.
+
+        ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
+        """
+        return {module.module: self._write(module, module.after, plan.scratch) for module in plan.modules}
+
+    def revert(self, plan: Plan) -> None:
+        """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
+        for module in plan.modules:
+            self._write(module, module.before, plan.scratch)
+
+    def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
+        """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
+        for module in plan.modules:
+            state = self.states.setdefault(module.module, ModuleState())
+            state.store.adopt(module.snapshots)
+            state.previous, state.previous_version = module.before, state.weight_version
+            state.live, state.weight_version = module.after, weight_version
+            state.rounding_loss = (losses or {}).get(module.module)
+
+    def _write(self, plan: ModulePlan, adapter: Adapter, scratch: kernels.Scratch | None) -> MergeStats:
+        jobs = self._jobs(plan, adapter)
+        merged = {target.key for target, _ in jobs}
+        view = self._modules()[plan.module]
+        with torch.inference_mode():
+            for target in plan.written:
+                if target.key not in merged:
+                    _rows(view, target).copy_(self._base(plan, target))
+        total = MergeStats()
+        results = kernels.merge([job for _, job in jobs], self.precision, scratch)
+        for (target, _), stats in zip(jobs, results, strict=True):
+            share = 1 / target.copies
+            total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
+        return total
+
+    def _jobs(self, plan: ModulePlan, adapter: Adapter) -> list[tuple[Target, MergeJob]]:
+        view = self._modules()[plan.module]
+        jobs = []
+        for written in plan.written:
+            placed = adapter.get(written.key)
+            if placed is None:
+                continue
+            pair, target = placed.pair, placed.target
+            out, base = _rows(view, target), self._base(plan, target)
+            if out.numel():
+                jobs.append((target, MergeJob(out, base, pair.a, pair.b, pair.scale, target.b_rows, target.a_cols)))
+        return jobs
+
+    def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
+        base = plan.snapshots.get(target.key)
+        return self.state(plan.module).store[target.key] if base is None else base
+
+    # the base changes
+
+    def restore(self, module: str) -> None:
+        """Write W0 back into every live target of a module, before something else reads or changes its weights."""
+        state = self.state(module)
+        view = self._modules()[module]
+        with torch.inference_mode():
+            for placed in state.live.values():
+                _rows(view, placed.target).copy_(state.store[placed.target.key])
+
+    def forget(self, module: str, weight_version: str | None = None) -> None:
+        """Drop the adapter, its history and W0: the live weights are a new base."""
+        self.states[module] = ModuleState(weight_version=weight_version)
+
+
+def _rows(view: ModuleView, target: Target) -> torch.Tensor:
+    return view.weight(target.weight)[target.rows.start : target.rows.stop]
+
+
+def _own_copy(pair: Pair) -> Pair:
+    """The pair in memory of the engine's own, on the host."""
+    a, b = (
+        torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in (pair.a, pair.b)
+    )  # a copy even where the sender's tensor is on the host too
+    return Pair(pair.layer, a, b, pair.scale)
+
+
+def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
+    faults = []
+    if pair.a.shape[1] != landing.in_features:
+        faults.append(
+            f"{pair.layer!r}: lora_A {tuple(pair.a.shape)} has {pair.a.shape[1]} columns, the layer takes "
+            f"{landing.in_features} inputs"
+        )
+    if pair.b.shape[0] != landing.out_features:
+        faults.append(
+            f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
+            f"{landing.out_features} outputs"
+        )
+    for name in dict.fromkeys(target.weight for target in landing.targets):
+        weight = view.weight(name)
+        if weight.dtype not in MERGEABLE_DTYPES:
+            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
+    return faults
+
+
+def _shared_storage(placed: Iterable[Placed], view: ModuleView) -> list[str]:
+    """Faults for two pairs that write the same memory under different parameter names (tied weights)."""
+    written = []
+    for item in placed:
+        rows = _rows(view, item.target)
+        if rows.numel():
+            # strided rows may interleave with others without touching them: only their first element stands for them
+            nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
+            written.append((rows.device.index or 0, rows.data_ptr(), rows.data_ptr() + nbytes, item))
+    written.sort(key=lambda entry: entry[:3])
+    return [
+        f"{one.pair.layer!r} and {two.pair.layer!r} write the same memory: {one.target.weight!r} and "
+        f"{two.target.weight!r} are tied"
+        for (device, _, stop, one), (next_device, start, _, two) in pairwise(written)
+        if device == next_device and start < stop
+    ]
+
+
+def _alike(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Known layers ordered so that those which look like the unknown ones come first."""
+    tails = {name.rsplit(".", 1)[-1] for name in unknown}
+    return sorted(known, key=lambda name: name.rsplit(".", 1)[-1] not in tails)

@@ -1,0 +1,175 @@
+"""The definition of a merge in plain torch; also the path that runs on a CPU.
+
+Both modes are those of `sgld_lora_merge.precision.Precision`. All large temporaries live in a `Scratch` that is
+allocated before the first write, so that a merge cannot run out of memory half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.targets import Span
+
+CHUNK_ELEMENTS = 4 * 2**20  # elements of one float32 temporary: 16 MiB; bounds scratch, does not change any result
+
+
+@dataclass(frozen=True, eq=False)
+class MergeJob:
+    """``out = base + scale * (b @ a)[b_rows][:, a_cols]``, for one target.
+
+    Attributes:
+        out: ``[rows, columns]``, the live rows; written in place.
+        base: ``[rows, columns]``, W0 of these rows, in ``out``'s dtype and on its device.
+        a: ``[rank, in_features]``, whole. b: ``[out_features, rank]``, whole; any of the pair dtypes.
+        scale: applied as a float32.
+        b_rows, a_cols: which rows of b and columns of a make ``out``, in its order.
+    """
+
+    out: torch.Tensor
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    b_rows: tuple[Span, ...]
+    a_cols: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class MergeStats:
+    """Sums over the elements of merged targets, from which ``rounding_loss`` is made.
+
+    Attributes:
+        lost_sq: squared norm of ``W' - (W0 + scale * B @ A)``.
+        update_sq: squared norm of ``scale * B @ A``.
+        non_finite: elements of W' that are NaN or infinite.
+    """
+
+    lost_sq: float = 0.0
+    update_sq: float = 0.0
+    non_finite: int = 0
+
+    @property
+    def rounding_loss(self) -> float:
+        """Share of the update, by norm, that rounding to the weight's dtype removed; 0 for an update of zeros."""
+        return (self.lost_sq / self.update_sq) ** 0.5 if self.update_sq > 0 else 0.0
+
+    def __add__(self, other: MergeStats) -> MergeStats:
+        return MergeStats(
+            self.lost_sq + other.lost_sq, self.update_sq + other.update_sq, self.non_finite + other.non_finite
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Temporaries for jobs, one after the other: two float32 chunks, and the product in the weight's dtype."""
+
+    chunks: tuple[torch.Tensor, torch.Tensor]
+    product: torch.Tensor | None
+
+
+def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | None:
+    """Allocate what `merge` will need for these jobs; None without jobs."""
+    if not jobs:
+        return None
+    device = jobs[0].out.device
+    chunk = max(_chunk_rows(job) * job.out.shape[1] for job in jobs)
+    chunks = (torch.empty(chunk, device=device), torch.empty(chunk, device=device))
+    if precision is Precision.FP32:
+        return Scratch(chunks, None)
+    product_bytes = max(job.b.shape[0] * job.a.shape[1] * job.out.element_size() for job in jobs)
+    return Scratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device))
+
+
+def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
+    """Run the jobs, each written in place; one statistics object per job.
+
+    Parameters created under inference mode are writable here, and their version counters do not move.
+    """
+    run = _merge_fp32 if precision is Precision.FP32 else _merge_fp16
+    with torch.inference_mode(), _ieee_float32():
+        return [run(job, scratch) for job in jobs if scratch is not None]
+
+
+def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:
+    a = _take(job.a, job.a_cols, dim=1).to(job.out.device, torch.float32)
+    b = _take(job.b, job.b_rows, dim=0).to(job.out.device, torch.float32)
+    stats = MergeStats()
+    for rows in _row_chunks(job):
+        update, merged = (_shaped(chunk, rows.size, job) for chunk in scratch.chunks)
+        torch.mm(b[rows.start : rows.stop], a, out=update)
+        update.mul_(job.scale)
+        torch.add(update, job.base[rows.start : rows.stop], out=merged)
+        out = job.out[rows.start : rows.stop]
+        out.copy_(merged)
+        stats += _stats(update, merged, out)
+    return stats
+
+
+def _merge_fp16(job: MergeJob, scratch: Scratch) -> MergeStats:
+    assert scratch.product is not None
+    dtype = job.out.dtype
+    a, b = job.a.to(job.out.device, dtype), job.b.to(job.out.device, dtype)
+    # The whole product, as a trainer computes it: a library may choose another summation order for another shape.
+    whole = scratch.product[: b.shape[0] * a.shape[1] * dtype.itemsize].view(dtype).view(b.shape[0], a.shape[1])
+    torch.mm(b, a, out=whole)
+    whole.mul_(job.scale)
+    torch.add(job.base, _take(_take(whole, job.b_rows, dim=0), job.a_cols, dim=1), out=job.out)
+    a32 = _take(a, job.a_cols, dim=1).float()
+    b32 = _take(b, job.b_rows, dim=0).float()
+    stats = MergeStats()
+    for rows in _row_chunks(job):
+        update, exact = (_shaped(chunk, rows.size, job) for chunk in scratch.chunks)
+        torch.mm(b32[rows.start : rows.stop], a32, out=update)
+        update.mul_(job.scale)
+        torch.add(update, job.base[rows.start : rows.stop], out=exact)
+        stats += _stats(update, exact, job.out[rows.start : rows.stop])
+    return stats
+
+
+def _stats(update: torch.Tensor, exact: torch.Tensor, out: torch.Tensor) -> MergeStats:
+    """Statistics of one chunk; ``exact`` is overwritten."""
+    non_finite = int((~torch.isfinite(out)).sum())
+    lost = exact.sub_(out)
+    return MergeStats(_squared_norm(lost), _squared_norm(update), non_finite)
+
+
+def _squared_norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
+def _take(tensor: torch.Tensor, spans: tuple[Span, ...], dim: int) -> torch.Tensor:
+    """The spans of one dimension, one after the other; a view where they are a single one."""
+    parts = [tensor.narrow(dim, span.start, span.size) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _chunk_rows(job: MergeJob) -> int:
+    rows, columns = job.out.shape
+    return max(1, min(rows, CHUNK_ELEMENTS // max(columns, 1)))
+
+
+def _row_chunks(job: MergeJob) -> Iterator[Span]:
+    rows, step = job.out.shape[0], _chunk_rows(job)
+    for start in range(0, rows, step):
+        yield Span(start, min(start + step, rows))
+
+
+def _shaped(chunk: torch.Tensor, rows: int, job: MergeJob) -> torch.Tensor:
+    columns = job.out.shape[1]
+    return chunk[: rows * columns].view(rows, columns)
+
+
+@contextmanager
+def _ieee_float32() -> Iterator[None]:
+    """float32 products in float32, whatever TF32 or bf16 shortcut the process has switched on for its own work."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,193 @@
+"""Tensor names to LoRA pairs: every check that needs no model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.precision import checked_scale, scale_of
+
+PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PEFT_PREFIX = "base_model.model."
+
+_LORA_NAME = re.compile(r"(?P<layer>.+?)\.lora_(?P<side>[AB])(?P<rest>(?:\..+)?)")
+# Names that other trainers write and that must not be dropped in silence: pattern, what it is.
+_REFUSED_NAMES = (
+    (re.compile(r"lora_magnitude_vector|\.dora_scale$"), "a DoRA magnitude; DoRA is not a low-rank update"),
+    (re.compile(r"\.lora_[AB](\..+)?\.bias$|\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
+    (re.compile(r"\.diff$|\.set_weight$"), "a full difference; send it as a full-weight update"),
+    (re.compile(r"\.lora_embedding_[AB](\..+)?$"), "an embedding adapter; only linear layers are merged"),
+    (re.compile(r"^lora_(unet|te\d?|transformer)_|\.lora_(down|up)\."), "in kohya format, which is not read yet"),
+    (re.compile(r"\.alpha$"), "a per-layer alpha entry, which is not read yet; send layer_scaling instead"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One layer's low-rank update ``scale * b @ a``.
+
+    Attributes:
+        layer: the layer prefix as the sender names it, without PEFT's ``base_model.model.``.
+        a: ``[rank, in_features]``, float32, bfloat16 or float16.
+        b: ``[out_features, rank]``, float32, bfloat16 or float16.
+        scale: the whole scale, finite as a float32.
+    """
+
+    layer: str
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+@dataclass(frozen=True)
+class LoraName:
+    """A tensor name taken apart: ``<layer>.lora_<side>[.<adapter>][.weight]``."""
+
+    layer: str
+    side: str
+    adapter: str
+
+
+def parse_name(name: str) -> LoraName:
+    """Take a LoRA tensor name apart.
+
+    Raises:
+        RequestError: any other name; the message holds it, and says what it is where that is known.
+    """
+    for pattern, kind in _REFUSED_NAMES:
+        if pattern.search(name):
+            raise RequestError(f"{name!r} is {kind}")
+    match = _LORA_NAME.fullmatch(name)
+    if match is None:
+        raise RequestError(f"{name!r} is not named <layer>.lora_A or <layer>.lora_B")
+    adapter = match["rest"].removeprefix(".")
+    adapter = "" if adapter == "weight" else adapter.removesuffix(".weight")
+    return LoraName(layer_name(match["layer"]), match["side"], adapter)
+
+
+def layer_name(name: str) -> str:
+    """A layer prefix without PEFT's ``base_model.model.`` in front."""
+    return name.removeprefix(PEFT_PREFIX)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The pairs that were made, sorted by layer, and a sentence for everything that was wrong."""
+
+    pairs: tuple[Pair, ...]
+    faults: tuple[str, ...]
+
+
+def pair_up(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    alpha: float | None = None,
+    rank: int | None = None,
+    layer_scaling: Mapping[str, float] | None = None,
+) -> Pairing:
+    """Group named tensors into pairs and check all that can be checked without a model.
+
+    Faults are names that are not LoRA names, duplicates, lone sides, shapes, ranks, dtypes, scales, non-finite values,
+    and nothing at all.
+
+    Args:
+        named_tensors: names as in `parse_name`, in any order.
+        alpha: scale is alpha / rank; None means alpha = rank.
+        rank: must be the rank of every pair without an entry in ``layer_scaling``; None checks nothing.
+        layer_scaling: layer prefix -> the whole scale of that layer, in place of alpha / rank.
+    """
+    faults: list[str] = []
+    halves = _group(named_tensors, faults)
+    scales = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
+    if unused := sorted(set(scales) - set(halves)):
+        faults.append(f"layer_scaling names layers that have no pair: {name_some(unused)}")
+    pairs = []
+    for layer in sorted(halves):
+        try:
+            pairs.append(_make_pair(layer, halves[layer], alpha, rank, scales.get(layer)))
+        except RequestError as error:
+            faults.extend(error.faults)
+    if not halves and not faults:
+        faults.append("the payload holds no lora_A / lora_B tensors")
+    faults.extend(_non_finite(pairs))
+    return Pairing(tuple(pairs), tuple(faults))
+
+
+@dataclass(frozen=True, eq=False)
+class _Half:
+    name: str
+    adapter: str
+    tensor: torch.Tensor
+
+
+def _group(named: Iterable[tuple[str, torch.Tensor]], faults: list[str]) -> dict[str, dict[str, _Half]]:
+    """Layer -> side -> tensor; faults of single names and tensors are appended to ``faults``."""
+    halves: dict[str, dict[str, _Half]] = {}
+    for name, tensor in named:
+        try:
+            parsed = parse_name(name)
+        except RequestError as error:
+            faults.extend(error.faults)
+            continue
+        sides = halves.setdefault(parsed.layer, {})
+        if parsed.side in sides:
+            faults.append(f"{name!r} and {sides[parsed.side].name!r} are the same lora_{parsed.side}")
+        else:
+            sides[parsed.side] = _Half(name, parsed.adapter, tensor)
+        if tensor.dtype not in PAIR_DTYPES:
+            faults.append(f"{name!r} has dtype {tensor.dtype}; float32, bfloat16 and float16 are merged")
+        if tensor.dim() != 2:
+            faults.append(f"{name!r} has shape {tuple(tensor.shape)}; lora_{parsed.side} has two dimensions")
+        elif tensor.numel() == 0:
+            faults.append(f"{name!r} is empty: shape {tuple(tensor.shape)}")
+    return halves
+
+
+def _make_pair(
+    layer: str, sides: Mapping[str, _Half], alpha: float | None, rank: int | None, scale: float | None
+) -> Pair:
+    if len(sides) == 1:
+        (present,) = sides
+        missing = "B" if present == "A" else "A"
+        raise RequestError(f"{layer!r} has lora_{present} but no lora_{missing}")
+    a, b = sides["A"], sides["B"]
+    if a.adapter != b.adapter:
+        raise RequestError(f"{a.name!r} and {b.name!r} belong to different adapters")
+    if a.tensor.dim() != 2 or b.tensor.dim() != 2 or not a.tensor.numel() or not b.tensor.numel():
+        raise RequestError()  # named where the tensors were grouped
+    own_rank = a.tensor.shape[0]
+    if b.tensor.shape[1] != own_rank:
+        raise RequestError(
+            f"{layer!r}: lora_A {tuple(a.tensor.shape)} has rank {own_rank}, "
+            f"lora_B {tuple(b.tensor.shape)} has rank {b.tensor.shape[1]}"
+        )
+    if a.tensor.device != b.tensor.device:
+        raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
+    if scale is not None:
+        return Pair(layer, a.tensor, b.tensor, checked_scale(scale, f"layer_scaling of {layer!r}"))
+    if rank is not None and rank != own_rank:
+        raise RequestError(f"{layer!r} has rank {own_rank}, the request says lora_rank {rank}")
+    return Pair(layer, a.tensor, b.tensor, scale_of(alpha, own_rank))
+
+
+def _non_finite(pairs: Sequence[Pair]) -> list[str]:
+    """Faults for NaN and infinite values; one device synchronisation however many pairs there are."""
+    checks = [(f"{pair.layer}.lora_{side}", t) for pair in pairs for side, t in (("A", pair.a), ("B", pair.b))]
+    if not checks:
+        return []
+    finite = torch.stack([torch.isfinite(tensor).all().to(checks[0][1].device) for _, tensor in checks]).tolist()
+    return [
+        f"{name!r} holds NaN or infinite values" for (name, _), good in zip(checks, finite, strict=True) if not good
+    ]

@@ -1,0 +1,65 @@
+"""Which arithmetic a merge uses, and the scale of a pair."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+
+from sgld_lora_merge.errors import LoraMergeError, RequestError
+
+PRECISION_VARIABLE = "SGLANG_DIFFUSION_LORA_MERGE_FP32"
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+class Precision(StrEnum):
+    """How ``W' = W0 + scale * B @ A`` is rounded.
+
+    FP32: in float32, rounded once into the weight's dtype.
+    FP16: every step in the weight's own dtype (bfloat16 included; the name is historical), bit for bit what a trainer's
+    eager ``W0 + ((B @ A) * scale).to(W0.dtype)`` gives.
+    """
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+def precision_from_environment(environ: Mapping[str, str] = os.environ) -> Precision:
+    """Read ``SGLANG_DIFFUSION_LORA_MERGE_FP32``: "1", empty or unset is FP32, "0" is FP16.
+
+    Raises:
+        LoraMergeError: any other value; the message names the variable and the value.
+    """
+    value = environ.get(PRECISION_VARIABLE, "")
+    match value:
+        case "" | "1":
+            return Precision.FP32
+        case "0":
+            return Precision.FP16
+    raise LoraMergeError(
+        f'{PRECISION_VARIABLE}={value!r} is not a precision: set "1" (fp32, the default) or "0" '
+        "(fp16: the weight's own dtype, equal to a train-side merge)"
+    )
+
+
+def scale_of(alpha: float | None, rank: int) -> float:
+    """``alpha / rank`` in float64 (LoRA, Hu et al. 2021, section 4.1); no alpha means alpha = rank, so 1.0.
+
+    The value is applied as a float32.
+
+    Raises:
+        RequestError: the scale is not finite as a float32.
+    """
+    return checked_scale(1.0 if alpha is None else alpha / rank, f"lora_alpha {alpha} over rank {rank}")
+
+
+def checked_scale(scale: float, origin: str) -> float:
+    """``scale`` itself where float32 can hold it; ``origin`` names it in the error.
+
+    Raises:
+        RequestError: NaN, infinite, or beyond float32.
+    """
+    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
+        raise RequestError(f"{origin} gives the scale {scale}, which is not a finite float32")
+    return scale

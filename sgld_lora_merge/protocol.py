@@ -1,0 +1,206 @@
+"""The HTTP contract: request and answer, and the checks of a request that need neither its payload nor a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.payload import FLATTENED_BUCKET
+
+LORA_MERGE = "lora_merge"
+DEFAULT_MODULE = "transformer"
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class FieldTypeError(LoraMergeError):
+    """A field has the wrong type, "16" for a number."""
+
+    status = 422
+    reason = "request"
+
+
+class UpdateRequest(BaseModel):
+    """Body of ``POST /update_weights_from_tensor``. An absent field and null are the same: the default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    serialized_named_tensors: list[str] = Field(
+        description="One base64 payload per rank; one for all only with a single worker or with CPU tensors."
+    )
+    payload_gpu_uuids: list[str] | None = Field(
+        None, description="The physical GPU each payload was exported from; a worker takes its own GPU's payload."
+    )
+    load_format: str | None = Field(
+        None, description='"flattened_bucket", or null for a list of (name, tensor) per module.'
+    )
+    target_modules: list[str] | None = Field(None, description='Pipeline modules; default ["transformer"].')
+    weight_update_mode: str | None = Field(
+        None, description='"lora_merge", or null for the engine\'s own full-weight update.'
+    )
+    lora_alpha: float | None = Field(None, description="Scale is alpha / rank; null means alpha = rank.")
+    lora_rank: int | None = Field(
+        None, description="Must be the rank of every pair without an entry in layer_scaling; null checks nothing."
+    )
+    weight_version: str | None = Field(None, description="Recorded when the update is live, reported by the status.")
+    update_id: str | None = Field(
+        None, description="Names the update, which is then each target module's whole adapter."
+    )
+    bucket_index: int | None = Field(None, description="Place of this bucket in its update, from 0.")
+    num_buckets: int | None = Field(None, description="Buckets of the update over all its modules.")
+    commit: bool | None = Field(None, description="false: stay staged until POST /lora_merge/commit.")
+    layer_scaling: dict[str, dict[str, float]] | None = Field(
+        None, description="module -> layer prefix -> the whole scale of that layer, in place of alpha / rank."
+    )
+    allow_partial: bool | None = Field(None, description="Leave out unknown layers and report them as skipped.")
+
+    @property
+    def modules(self) -> list[str]:
+        return [DEFAULT_MODULE] if self.target_modules is None else self.target_modules
+
+
+class ResetRequest(BaseModel):
+    """Body of ``POST /lora_merge/reset``; an empty body means all modules."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    target_modules: list[str] | None = None
+
+
+class ModuleAnswer(BaseModel):
+    """What an update did to one module."""
+
+    layers: int
+    rounding_loss: float | None = None
+    merge_mode: Literal["merge"] = "merge"
+
+
+class UpdateAnswer(BaseModel):
+    """Answer to an update that is live on every rank."""
+
+    success: Literal[True] = True
+    message: str
+    weight_version: str | None
+    state: Literal["live"] = "live"
+    layers: int
+    skipped: list[str] = []
+    ignored_fields: list[str] = []
+    merge_mode: Literal["merge"] | None = None
+    merge_precision: str | None = None
+    base_store: str | None = None
+    rounding_loss: float | None = None
+    modules: dict[str, ModuleAnswer] = {}
+    payload_opened: list[bool] = []
+    timings_ms: dict[str, float] = {}
+
+
+class ErrorAnswer(BaseModel):
+    """Answer to anything else: nothing at all has changed."""
+
+    success: Literal[False] = False
+    message: str
+    payload_opened: list[bool] = []
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object; NaN and Infinity are read, so that the check of the field can name them.
+
+    Raises:
+        RequestError: not JSON, or not an object.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=True)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body is a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
+def parse_fields(model: type[Model], fields: dict[str, Any]) -> tuple[Model, list[str]]:
+    """The typed request, and the names of fields that the contract does not know.
+
+    Raises:
+        FieldTypeError: fields of a wrong type, all of them.
+        RequestError: a required field is missing.
+    """
+    known = {name: value for name, value in fields.items() if name in model.model_fields and value is not None}
+    try:
+        request = model.model_validate(known)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        missing = [str(p["loc"][0]) for p in problems if p["type"] == "missing"]
+        if missing:
+            raise RequestError(*(f"{name} is required" for name in missing)) from error
+        raise FieldTypeError("; ".join(_describe(problem) for problem in problems)) from error
+    return request, sorted(fields.keys() - model.model_fields.keys())
+
+
+def check_update(request: UpdateRequest) -> None:
+    """Check values, ranges and combinations of an update's fields.
+
+    Raises:
+        RequestError: with all that is wrong.
+    """
+    faults: list[str] = []
+    if not request.serialized_named_tensors:
+        faults.append("serialized_named_tensors is empty")
+    if request.weight_update_mode not in (None, LORA_MERGE):
+        faults.append(f'weight_update_mode {request.weight_update_mode!r} is unknown; "{LORA_MERGE}" or null')
+    if request.load_format not in (None, FLATTENED_BUCKET):
+        faults.append(f'load_format {request.load_format!r} is unknown; "{FLATTENED_BUCKET}" or null')
+    if not request.modules:
+        faults.append("target_modules is empty")
+    if len(set(request.modules)) != len(request.modules):
+        faults.append(f"target_modules names a module twice: {request.modules}")
+    if request.lora_alpha is not None and not math.isfinite(request.lora_alpha):
+        faults.append(f"lora_alpha is {request.lora_alpha}; a finite number is needed")
+    if request.lora_rank is not None and request.lora_rank < 1:
+        faults.append(f"lora_rank is {request.lora_rank}; it is at least 1")
+    uuids = request.payload_gpu_uuids
+    if uuids is not None and len(uuids) != len(request.serialized_named_tensors):
+        faults.append(
+            f"payload_gpu_uuids needs one entry per payload: {len(uuids)} for "
+            f"{len(request.serialized_named_tensors)} payloads"
+        )
+    if extra := sorted((request.layer_scaling or {}).keys() - set(request.modules)):
+        faults.append(f"layer_scaling has modules that target_modules does not name: {extra}")
+    if request.weight_update_mode is None:
+        new = ("update_id", "bucket_index", "num_buckets", "commit", "layer_scaling", "allow_partial")
+        faults.extend(
+            f'{name} belongs to weight_update_mode "{LORA_MERGE}"' for name in new if getattr(request, name) is not None
+        )
+    faults.extend(_transaction_faults(request))
+    if faults:
+        raise RequestError(*faults)
+
+
+def _transaction_faults(request: UpdateRequest) -> list[str]:
+    faults = []
+    if request.update_id == "":
+        faults.append("update_id is empty")
+    if (request.bucket_index is None) != (request.num_buckets is None):
+        faults.append("bucket_index and num_buckets go together")
+    elif request.bucket_index is not None and request.num_buckets is not None:
+        if request.update_id is None:
+            faults.append("bucket_index and num_buckets need an update_id")
+        if request.num_buckets < 1:
+            faults.append(f"num_buckets is {request.num_buckets}; it is at least 1")
+        elif not 0 <= request.bucket_index < request.num_buckets:
+            faults.append(f"bucket_index {request.bucket_index} is outside 0 to {request.num_buckets - 1}")
+        if request.num_buckets > 1:
+            faults.append(f"num_buckets is {request.num_buckets}: updates of several buckets are not built yet")
+    if request.commit is False:
+        faults.append("commit: false is not built yet; an update goes live when its bucket has arrived")
+    return faults
+
+
+def _describe(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    value = repr(problem["input"])
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"{where}: {problem['msg']}, got {shown}"

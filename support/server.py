@@ -1,0 +1,149 @@
+"""The real engine as a child process: started, waited for, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ENGINE_SITE = Path(__file__).parent / "engine_site"
+START_TIMEOUT_S = 240
+
+
+class ServerDied(Exception):
+    """The engine ended before it was healthy; the text is its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine.
+
+    Attributes:
+        client: an HTTP client with its base URL.
+        log: everything the engine prints.
+        process: its main process.
+    """
+
+    client: httpx.Client
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return self.client.post(path, json=body if body is not None else {}, **kwargs)
+
+    def image(self, prompt: str = "a photo of a cat", *, seed: int = 7, steps: int = 2) -> bytes:
+        """A 64 x 64 image, as the engine encodes it; equal weights give equal bytes."""
+        import base64
+
+        answer = self.post(
+            "/v1/images/generations",
+            {"prompt": prompt, "size": "64x64", "num_inference_steps": steps, "seed": seed, "n": 1,
+             "response_format": "b64_json", "output_format": "png"},
+        )  # fmt: skip
+        answer.raise_for_status()
+        return base64.b64decode(answer.json()["data"][0]["b64_json"])
+
+    def rss_bytes(self) -> dict[int, int]:
+        """Resident memory of the engine's processes by process id."""
+        import psutil
+
+        parent = psutil.Process(self.process.pid)
+        return {p.pid: p.memory_info().rss for p in (parent, *parent.children(recursive=True))}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """The command line of a CPU engine."""
+    master, scheduler = free_ports(2)
+    return [
+        str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(model), "--model-id", model_id,
+        "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
+        "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output), "--sleep-on-idle",
+        *arguments,
+    ]  # fmt: skip
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a CPU engine: offline, and able to import torchvision beside a CPU torch."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ENGINE_SITE), *([inherited] if inherited else [])])
+    merged = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(extra or {}),
+    }
+    if extra and "PYTHONPATH" in extra:
+        merged["PYTHONPATH"] = os.pathsep.join([path, extra["PYTHONPATH"]])
+    return merged
+
+
+@contextlib.contextmanager
+def running(
+    model: Path,
+    model_id: str,
+    folder: Path,
+    *,
+    arguments: Sequence[str] = ("--num-gpus", "1"),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """An engine on a free port, healthy on entry, gone on exit.
+
+    Raises:
+        ServerDied: it ended, or was not healthy in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_ports(1)[0]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(model, model_id, port, folder / "outputs", arguments), env=environment(env), cwd=folder,
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            _wait_healthy(client, process, log)
+            yield Server(client, log, process)
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL for whatever of its process group is left."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _wait_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerDied(log.read_text(errors="replace"))
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/health").status_code == 200:
+                return
+        time.sleep(0.2)
+    raise ServerDied(f"not healthy after {START_TIMEOUT_S} s:\n{log.read_text(errors='replace')}")
