@@ -8,9 +8,8 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,11 +26,6 @@ WEIGHT_ROUTES = (
     "/get_weights_checksum",
 )
 OWN_PREFIX = "/lora_merge/"
-
-
-class TooLarge(LoraMergeError):
-    status = 413
-    reason = "too_large"
 
 
 @dataclass(frozen=True)
@@ -63,20 +57,25 @@ def limits_from_environment(environ: Mapping[str, str] = os.environ) -> Limits:
     return Limits(environ.get(API_KEY_VARIABLE) or None, int(megabytes * 2**20))
 
 
-def refusal(method: str, path: str, headers: Mapping[str, str], limits: Limits) -> tuple[int, str] | None:
-    """Status and message for a request that must not reach its route; None for one that may.
+def is_guarded(path: str) -> bool:
+    """Whether a route changes weights or tells of them."""
+    return path in WEIGHT_ROUTES or path.startswith(OWN_PREFIX)
+
+
+def refusal(method: str, headers: Mapping[str, str], limits: Limits) -> tuple[int, str] | None:
+    """Status and message for a request that must not reach a guarded route; None for one that may.
 
     Args:
         headers: with lower-case names.
     """
-    if not (path in WEIGHT_ROUTES or path.startswith(OWN_PREFIX)) or method == "OPTIONS":
+    if method == "OPTIONS":
         return None
     if limits.api_key is not None:
         given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {limits.api_key}".encode()):
             return 401, f"{API_KEY_VARIABLE} is set: send Authorization: Bearer <its value>"
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    origin, host = headers.get("origin"), headers.get("host")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return 403, f"the origin {origin} is foreign to this engine; weight routes are not for web pages"
     if method != "POST":
         return None
@@ -91,38 +90,55 @@ def refusal(method: str, path: str, headers: Mapping[str, str], limits: Limits) 
 
 
 class Guard:
-    """ASGI middleware that answers refusals itself and counts the bytes of a body whose length was not announced."""
+    """ASGI middleware that answers refusals itself and counts the bytes of a body whose length was not announced.
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app, self._limits = app, limits
+    Args:
+        failure: why the engine must be restarted, as soon as it must; its weight routes then say so.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, failure: Callable[[], str | None]) -> None:
+        self._app, self._limits, self._failure = app, limits, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or not is_guarded(scope["path"]):
             await self._app(scope, receive, send)
             return
-        refused = refusal(scope["method"], scope["path"], Headers(scope=scope), self._limits)
-        if refused is None:
-            guarded = scope["path"] in WEIGHT_ROUTES or scope["path"].startswith(OWN_PREFIX)
-            await self._app(scope, self._counting(receive) if guarded else receive, send)
+        refused = refusal(scope["method"], Headers(scope=scope), self._limits)
+        if refused is None and scope["method"] == "POST" and (failure := self._failure()) is not None:
+            refused = 503, failure
+        if refused is not None:
+            await _answer(send, *refused)
             return
-        status, message = refused
-        body = json.dumps({"success": False, "message": message, "payload_opened": []}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        counted = _Counted(receive, self._limits)
+        try:
+            await self._app(scope, counted, send)
+        except Exception:  # the middleware in between wraps what `counted` raises
+            if counted.refused is None:
+                raise
+            await _answer(send, 413, counted.refused)
 
-    def _counting(self, receive: Receive) -> Receive:
-        received = 0
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limits.max_body_bytes:
-                raise TooLarge(_too_large(received, self._limits))
-            return message
+class _Counted:
+    """A body whose length was not announced: reading it fails when it is over the limit."""
 
-        return counted
+    def __init__(self, receive: Receive, limits: Limits) -> None:
+        self._receive, self._limits, self._received = receive, limits, 0
+        self.refused: str | None = None
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        if self._received > self._limits.max_body_bytes:
+            self.refused = _too_large(self._received, self._limits)
+            raise ValueError(self.refused)
+        return message
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"success": False, "message": message, "payload_opened": []}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _too_large(size: int, limits: Limits) -> str:

@@ -154,7 +154,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())
-    app.add_middleware(Guard, limits=limits_from_environment())
+    app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     inner = app.router.lifespan_context
 

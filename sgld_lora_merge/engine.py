@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import pairwise
 
 import torch
@@ -181,14 +182,9 @@ class MergeEngine:
                 if (other := placed.get(target.key)) is not None:
                     faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
                 placed[target.key] = Placed(pair, target)
-        if skipped and not update.allow_partial:
-            faults.append(
-                f"unknown layers {name_some(skipped)}; the engine has {name_some(_alike(skipped, view.layers()))}"
-            )
-        elif not placed and not faults:
-            faults.append(
-                f"none of the layers is known: {name_some(skipped)}; the engine has {name_some(view.layers())}"
-            )
+        if skipped and not (update.allow_partial and placed):
+            nearest = name_some(_nearest(skipped, view.layers()))
+            faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
         faults.extend(_shared_storage(placed.values(), view))
         if faults:
             raise RequestError(*faults)
@@ -342,7 +338,7 @@ def _shared_storage(placed: Iterable[Placed], view: ModuleView) -> list[str]:
     ]
 
 
-def _alike(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Known layers ordered so that those which look like the unknown ones come first."""
-    tails = {name.rsplit(".", 1)[-1] for name in unknown}
-    return sorted(known, key=lambda name: name.rsplit(".", 1)[-1] not in tails)
+def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Known layers that look most like the first of the unknown ones."""
+    close = (name for layer in unknown[:3] for name in get_close_matches(layer, known, n=4, cutoff=0.0))
+    return list(dict.fromkeys(close))

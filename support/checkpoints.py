@@ -65,7 +65,7 @@ def zimage(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     )
 
 
-def sd3(folder: Path, *, dtype: torch.dtype = torch.float16) -> Path:
+def sd3(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Stable Diffusion 3, 2 joint blocks of width 64: plain replicated ``nn.Linear`` layers."""
     torch.manual_seed(0)
     clip_tokens = _tokenizer(["<|startoftext|>", "<|endoftext|>"], model_max_length=77)

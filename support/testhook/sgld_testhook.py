@@ -1,0 +1,142 @@
+"""A second engine plugin, for tests only: look at every rank's weights, and make one rank fail at one stage.
+
+In force where PYTHONPATH holds this folder. ``POST /testhook`` with ``{"action": ...}``:
+
+    weights  {"module": m}              sha256, shape and data_ptr of every parameter, by rank
+    bytes    {"module": m, "name": n}   one parameter's raw bytes in base64, by rank
+    fail     {"rank": r, "stage": s}    the next update fails on that rank: before_plan, plan, commit, revert, silence
+    gc                                  calls of gc.collect in the workers since they started, by rank
+"""
+
+import base64
+import dataclasses
+import gc
+import hashlib
+import importlib
+import os
+import time
+from typing import Any
+
+from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+ROOT = "sglang.multimodal_gen.runtime."
+collected = 0
+
+
+def register() -> None:
+    broken = os.environ.get("SGLD_TESTHOOK_REMOVE")
+    if broken:  # a future sglang in which this function has another name
+        owner, name = broken.rsplit(".", 1)
+        module, _, cls = owner.rpartition(".")
+        delattr(getattr(importlib.import_module(module), cls), name)
+    HookRegistry.register(ROOT + "entrypoints.http_server.create_app", add_route, HookType.AFTER)
+    HookRegistry.register(ROOT + "managers.scheduler.Scheduler.__init__", add_handler, HookType.AFTER)
+
+
+def request_class() -> type:
+    """Defined late: its base needs sglang's runtime, which must not be imported while plugins are being loaded."""
+    if "TestReq" not in globals():
+        from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
+
+        fields = [("body", dict, dataclasses.field(default_factory=dict))]
+        made = dataclasses.make_dataclass("TestReq", fields, bases=(UpdateWeightFromTensorReqInput,))
+        made.__module__ = __name__  # it is pickled by name on its way to the workers
+        globals()["TestReq"] = made
+    return globals()["TestReq"]
+
+
+def add_route(app: Any, *_: Any, **__: Any) -> None:
+    from fastapi import Request
+    from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
+
+    cls = request_class()
+
+    @app.post("/testhook")
+    async def testhook(request: Request):
+        return (await async_scheduler_client.forward(cls([], body=await request.json()))).output
+
+
+def add_handler(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    scheduler.request_handlers[request_class()] = lambda reqs: handle(scheduler.worker, reqs[0].body)
+    original = gc.collect
+
+    def counted(*args: Any) -> int:
+        global collected
+        collected += 1
+        return original(*args)
+
+    gc.collect = counted
+
+
+def handle(gpu_worker: Any, body: dict) -> Any:
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
+
+    from server_patches.agreement import gather
+
+    replica = get_replica_group()
+    mine: Any = None
+    if body["action"] == "weights":
+        mine = {
+            name: {"sha256": sha256(parameter), "shape": list(parameter.shape), "data_ptr": parameter.data_ptr()}
+            for name, parameter in gpu_worker.pipeline.modules[body["module"]].named_parameters()
+        }
+    elif body["action"] == "bytes":
+        parameter = gpu_worker.pipeline.modules[body["module"]].get_parameter(body["name"])
+        mine = base64.b64encode(raw(parameter)).decode()
+    elif body["action"] == "gc":
+        mine = collected
+    elif body["rank"] == replica.rank_in_group:
+        fail_once(body["stage"])
+    return OutputBatch(output={"ranks": gather(mine, replica, 60)})
+
+
+def raw(parameter: Any) -> bytes:
+    import torch
+
+    return parameter.data.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def sha256(parameter: Any) -> str:
+    """sglang's own recipe."""
+    start = str(parameter.dtype).encode() + repr(tuple(parameter.shape)).encode()
+    return hashlib.sha256(start + raw(parameter)).hexdigest()
+
+
+def fail_once(stage: str) -> None:
+    from server_patches import hooks
+
+    worker = hooks._worker
+    engine = worker.engine
+
+    def raising(owner: Any, name: str, *, after: bool = False) -> None:
+        original = getattr(owner, name)
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            delattr(owner, name)
+            if after:
+                original(*args, **kwargs)
+            raise RuntimeError(f"injected at {stage}")
+
+        setattr(owner, name, once)
+
+    if stage == "before_plan":
+        raising(worker, "_refuse_states")
+    elif stage == "plan":
+        raising(engine, "plan", after=True)
+    elif stage == "commit":
+        raising(engine, "commit", after=True)
+    elif stage == "revert":
+        raising(engine, "commit", after=True)
+        raising(engine, "revert")
+    elif stage == "silence":
+        original = worker._refuse_states
+
+        def slow(*args: Any) -> None:
+            del worker._refuse_states
+            time.sleep(float(os.environ["SGLD_LORA_AGREEMENT_TIMEOUT_S"]) + 5)
+            original(*args)
+
+        worker._refuse_states = slow
+    else:
+        raise ValueError(stage)

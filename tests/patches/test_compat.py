@@ -1,0 +1,64 @@
+"""Which sglang is served, and the sentences for one that is not."""
+
+from __future__ import annotations
+
+import pytest
+
+import support  # noqa: F401  # lets sglang be imported beside a CPU torch
+from server_patches import compat
+
+
+def found(monkeypatch, version):
+    def answer(name):
+        if version is None:
+            raise compat.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(compat, "version", answer)
+
+
+@pytest.mark.parametrize("version", compat.SUPPORTED)
+def test_a_supported_version_is_served(monkeypatch, version):
+    found(monkeypatch, version)
+    assert compat.check_version({}) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0"])
+def test_another_version_is_refused_with_all_ways_out(monkeypatch, version):
+    found(monkeypatch, version)
+    problem = compat.check_version({})
+    for part in (version, compat.SUPPORTED[-1], compat.UNTESTED_VARIABLE, "SGLANG_PLUGINS"):
+        assert part in problem
+
+
+def test_another_version_may_be_tried(monkeypatch):
+    found(monkeypatch, "0.5.24")
+    assert compat.check_version({compat.UNTESTED_VARIABLE: "1"}) is None
+
+
+def test_no_sglang_is_said_with_the_command_that_installs_it(monkeypatch):
+    found(monkeypatch, None)
+    assert "pip install 'sgld-lora-merge[engine]'" in compat.check_version({})
+
+
+def test_every_patch_says_why_and_until_when():
+    for patch in compat.patches():
+        assert patch.target.startswith("sglang.multimodal_gen.runtime.")
+        assert patch.kind in ("AROUND", "BEFORE", "AFTER")
+        assert patch.why
+        assert patch.until
+
+
+def test_hooks_that_did_not_take_are_named():
+    targets = [patch.target for patch in compat.patches()]
+    assert compat.unapplied(set(targets)) is None
+    assert targets[0] in compat.unapplied(set(targets[1:]))
+
+
+def test_every_patched_function_exists_in_this_sglang():
+    import pkgutil
+
+    pytest.importorskip("sglang")
+    for patch in compat.patches():
+        owner, name = patch.target.rsplit(".", 1)
+        assert hasattr(pkgutil.resolve_name(owner), name), patch.target

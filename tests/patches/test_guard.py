@@ -1,0 +1,72 @@
+"""Who may reach the routes that change weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from server_patches.guard import Limits, is_guarded, limits_from_environment, refusal
+from sgld_lora_merge.errors import LoraMergeError
+
+OPEN = Limits()
+JSON = {"content-type": "application/json", "content-length": "2"}
+
+
+@pytest.mark.parametrize(
+    ("path", "guarded"),
+    [("/update_weights_from_tensor", True), ("/update_weights_from_disk", True), ("/lora_merge/status", True),
+     ("/v1/images/generations", False), ("/health", False)],
+)  # fmt: skip
+def test_weight_routes_are_guarded_and_no_others(path, guarded):
+    assert is_guarded(path) is guarded
+
+
+def test_without_a_token_nobody_needs_one():
+    assert refusal("GET", {}, OPEN) is None
+    assert refusal("POST", JSON, OPEN) is None
+
+
+@pytest.mark.parametrize("given", ["", "Bearer wrong", "secret", "bearer secret"])
+def test_a_wrong_token_is_401(given):
+    assert refusal("GET", {"authorization": given}, Limits("secret"))[0] == 401
+
+
+def test_the_right_token_passes():
+    assert refusal("GET", {"authorization": "Bearer secret"}, Limits("secret")) is None
+
+
+@pytest.mark.parametrize("origin", ["https://example.org", "null", "http://127.0.0.1:31", "http://[", "localhost:30"])
+def test_a_foreign_origin_is_403(origin):
+    assert refusal("GET", {"origin": origin, "host": "127.0.0.1:30"}, OPEN)[0] == 403
+
+
+def test_the_engines_own_origin_passes():
+    assert refusal("POST", JSON | {"origin": "http://127.0.0.1:30", "host": "127.0.0.1:30"}, OPEN) is None
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
+def test_another_content_type_is_415(kind):
+    assert refusal("POST", {"content-type": kind, "content-length": "2"}, OPEN)[0] == 415
+    assert refusal("POST", {"content-type": kind, "transfer-encoding": "chunked"}, OPEN)[0] == 415
+
+
+def test_a_charset_is_fine_and_so_is_an_empty_body_without_a_type():
+    assert refusal("POST", JSON | {"content-type": "Application/JSON; charset=utf-8"}, OPEN) is None
+    assert refusal("POST", {"content-length": "0"}, OPEN) is None
+    assert refusal("POST", {}, OPEN) is None
+
+
+def test_a_large_body_is_413_and_names_the_limit():
+    status, message = refusal("POST", JSON | {"content-length": "11"}, Limits(max_body_bytes=10))
+    assert status == 413
+    assert "11 bytes or more, the limit is 10 (SGLD_LORA_MAX_BODY_MB)" in message
+
+
+def test_limits_come_from_the_environment():
+    assert limits_from_environment({}) == Limits(None, 4096 * 2**20)
+    assert limits_from_environment({"SGLD_LORA_API_KEY": "k", "SGLD_LORA_MAX_BODY_MB": "0.5"}) == Limits("k", 2**19)
+
+
+@pytest.mark.parametrize("value", ["much", "0", "-1", "inf", "nan"])
+def test_a_limit_that_means_nothing_is_named(value):
+    with pytest.raises(LoraMergeError, match=f"SGLD_LORA_MAX_BODY_MB='{value}'"):
+        limits_from_environment({"SGLD_LORA_MAX_BODY_MB": value})

@@ -1,0 +1,133 @@
+"""One real engine for each configuration, started when the first test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from sgld_lora_merge import pack
+from support import checkpoints, lora, server
+
+TESTHOOK = Path(server.__file__).parent / "testhook"
+
+
+@dataclass
+class Engine:
+    """A running engine, its checkpoint, and what its weights must be."""
+
+    server: server.Server
+    checkpoint: Path
+    suffixes: tuple[str, ...]
+    to_engine: Callable[[lora.Weights], lora.Weights]
+    merge: Callable[..., torch.Tensor]
+    sent: list[torch.Tensor] = field(default_factory=list)
+
+    @cached_property
+    def targets(self) -> lora.Weights:
+        return lora.layers(lora.base_weights(self.checkpoint), self.suffixes)
+
+    def adapter(self, seed: int = 1, **kwargs: Any) -> lora.Adapter:
+        return lora.random_adapter(self.targets, seed=seed, **kwargs)
+
+    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> dict[str, Any]:
+        """Body of an update with a fresh payload; ``None`` takes a field out."""
+        tensors = lora.named(adapter) if isinstance(adapter, dict) else adapter
+        payload, self.sent = pack({"transformer": tensors})
+        body = {
+            "serialized_named_tensors": [payload], "load_format": "flattened_bucket",
+            "target_modules": ["transformer"], "weight_update_mode": "lora_merge", "lora_alpha": 6, "lora_rank": 4,
+        } | fields  # fmt: skip
+        return {name: value for name, value in body.items() if value is not None}
+
+    def send(self, body: dict[str, Any]) -> httpx.Response:
+        return self.server.post("/update_weights_from_tensor", body)
+
+    def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> httpx.Response:
+        return self.send(self.fields(adapter, **fields))
+
+    def reset(self) -> None:
+        answer = self.server.post("/lora_merge/reset")
+        assert answer.status_code == 200, answer.text
+
+    def status(self) -> dict[str, Any]:
+        return self.server.client.get("/lora_merge/status").json()
+
+    def expect(self, adapter: lora.Adapter, scale: Any = 1.5) -> dict[str, str]:
+        """Checksums of the engine's parameters with this adapter merged."""
+        return lora.checksums(self.to_engine(lora.merged(self.targets, adapter, scale, self.merge)))
+
+    def holds(self, checksums: dict[str, str]) -> None:
+        """The stock checker agrees."""
+        body = {"target_module": "transformer", "expected_named_tensors_sha256": checksums}
+        answer = self.server.post("/update_weights_from_tensor_checker", body)
+        assert answer.status_code == 200, answer.text
+
+    def checksum(self) -> str:
+        """The engine's own checksum over every parameter of the transformer on rank 0."""
+        return self.server.post("/get_weights_checksum", {"module_names": ["transformer"]}).json()["transformer"]
+
+    def testhook(self, action: str, **fields: Any) -> list[Any]:
+        answer = self.server.post("/testhook", {"action": action, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["ranks"]
+
+
+@pytest.fixture(scope="session")
+def zimage_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.zimage(tmp_path_factory.mktemp("zimage"))
+
+
+@pytest.fixture(scope="session")
+def zimage_session(zimage_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Z-Image, one worker, fp32 mode, bfloat16 weights."""
+    folder = tmp_path_factory.mktemp("zimage_server")
+    with server.running(zimage_checkpoint, "Z-Image", folder, env={"PYTHONPATH": str(TESTHOOK)}) as running:
+        assert "Loaded transformer: ZImageTransformer2DModel (sgl-diffusion version)" in running.log.read_text()
+        yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
+
+
+@pytest.fixture
+def zimage(zimage_session: Engine) -> Engine:
+    zimage_session.reset()
+    return zimage_session
+
+
+@pytest.fixture(scope="session")
+def sd3_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Stable Diffusion 3, one worker, fp16 mode, bfloat16 weights."""
+    checkpoint = checkpoints.sd3(tmp_path_factory.mktemp("sd3"))
+    folder = tmp_path_factory.mktemp("sd3_server")
+    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "0", "PYTHONPATH": str(TESTHOOK)}
+    model_id = "stable-diffusion-3-medium-diffusers"
+    with server.running(checkpoint, model_id, folder, env=env) as running:
+        assert "Loaded transformer: SD3Transformer2DModel (sgl-diffusion version)" in running.log.read_text()
+        yield Engine(running, checkpoint, lora.SD3_SUFFIXES, lora.engine_sd3, lora.merge_fp16)
+
+
+@pytest.fixture
+def sd3(sd3_session: Engine) -> Engine:
+    sd3_session.reset()
+    return sd3_session
+
+
+@pytest.fixture(scope="module")
+def tp2_session(zimage_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Z-Image over two workers (tp 2, gloo), fp32 mode."""
+    folder = tmp_path_factory.mktemp("tp2_server")
+    env = {"PYTHONPATH": str(TESTHOOK), "OMP_NUM_THREADS": "1"}
+    arguments = ("--num-gpus", "2", "--tp-size", "2")
+    with server.running(zimage_checkpoint, "Z-Image", folder, arguments=arguments, env=env) as running:
+        yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
+
+
+@pytest.fixture
+def tp2(tp2_session: Engine) -> Engine:
+    tp2_session.reset()
+    return tp2_session

@@ -1,0 +1,112 @@
+"""Whatever changes the base between updates of ours: W0 is what it should be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from support import lora
+
+
+def moved(targets, by=0.25):
+    """Another base: every target weight shifted."""
+    return {layer: (weight.float() + by).to(weight.dtype) for layer, weight in targets.items()}
+
+
+def full_update(engine, weights, **fields):
+    tensors = [(f"{layer}.weight", weight) for layer, weight in weights.items()]
+    return engine.update(tensors, weight_update_mode=None, lora_alpha=None, lora_rank=None, **fields)
+
+
+def test_fault_08_a_full_update_after_a_lora_update_reaches_every_layer(zimage):
+    """M7: LoRA, full weights, LoRA again: the new base is the base, and reset gives it back."""
+    try:
+        zimage.update(zimage.adapter(seed=1))
+        new_base = moved(zimage.targets)
+        answer = full_update(zimage, new_base, weight_version="full-2")
+        assert answer.status_code == 200, answer.text
+        zimage.holds(lora.checksums(zimage.to_engine(new_base)))
+        module = zimage.status()["modules"]["transformer"]
+        assert (module["state"], module["weight_version"], module["base_store_bytes"]) == ("base", "full-2", 0)
+        adapter = zimage.adapter(seed=2)
+        zimage.update(adapter)
+        zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
+        zimage.reset()
+        zimage.holds(lora.checksums(zimage.to_engine(new_base)))
+    finally:
+        full_update(zimage, zimage.targets)
+
+
+def test_a_partial_full_update_leaves_the_base_in_the_layers_it_does_not_name(zimage):
+    try:
+        zimage.update(zimage.adapter(seed=1))
+        some = {layer: weight for layer, weight in moved(zimage.targets).items() if "layers.1" in layer}
+        assert full_update(zimage, some).status_code == 200
+        zimage.holds(lora.checksums(zimage.to_engine(zimage.targets | some)))
+    finally:
+        full_update(zimage, zimage.targets)
+
+
+def test_a_full_update_that_fails_leaves_the_base_where_it_did_not_write(zimage):
+    """A bad shape in sglang's own path: no adapter is left behind, and the answer tells."""
+    zimage.update(zimage.adapter(seed=1))
+    answer = zimage.update(
+        [("layers.1.feed_forward.w2.weight", torch.ones(3, 3))],
+        weight_update_mode=None,
+        lora_alpha=None,
+        lora_rank=None,
+    )
+    assert answer.status_code == 400
+    assert "Failed to update module 'transformer'" in answer.json()["message"]
+    zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
+    assert zimage.status()["modules"]["transformer"]["state"] == "base"
+
+
+def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
+    adapter = zimage.adapter(seed=1)
+    zimage.update(adapter, weight_version="1")
+    other = tmp_path / "other"
+    shutil.copytree(zimage.checkpoint, other)
+    file = other / "transformer" / "diffusion_pytorch_model.safetensors"
+    new_base = moved(zimage.targets)
+    save_file(load_file(file) | {f"{layer}.weight": weight for layer, weight in new_base.items()}, file)
+    body = {"model_path": str(other), "target_modules": ["transformer"]}
+    try:
+        assert zimage.server.post("/update_weights_from_disk", body).status_code == 200
+        zimage.holds(lora.checksums(zimage.to_engine(new_base)))
+        assert zimage.status()["modules"]["transformer"]["state"] == "base"
+        zimage.update(adapter)
+        zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
+    finally:
+        body["model_path"] = str(zimage.checkpoint)
+        assert zimage.server.post("/update_weights_from_disk", body).status_code == 200
+    zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
+
+
+def test_conditioning_caches_follow_an_update(zimage):
+    """The same prompt before and after: the second image is the new policy's, and the third the old one's again."""
+    first = zimage.server.image("a dog")
+    zimage.update(zimage.adapter(seed=5))
+    second = zimage.server.image("a dog")
+    zimage.reset()
+    assert first != second
+    assert zimage.server.image("a dog") == first
+
+
+def test_an_adapter_of_sglangs_own_starts_from_the_base_and_then_keeps_ours_out(sd3, tmp_path):
+    """``/v1/set_lora`` after an update of ours: its snapshot is W0, not W'. Last test of this engine: layers stay wrapped."""
+    base = lora.checksums(sd3.to_engine(sd3.targets))
+    sd3.update(sd3.adapter(seed=1))
+    layer, (a, b) = next(iter(sd3.adapter(seed=2).items()))
+    save_file({f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "peft_type": "LORA"}))
+    answer = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(tmp_path)})
+    assert answer.status_code == 200, answer.text
+    assert sd3.server.post("/v1/unmerge_lora_weights").status_code == 200
+    sd3.holds({name.replace(".weight", ".base_layer.weight"): checksum for name, checksum in base.items()})
+    refused = sd3.update(sd3.adapter(seed=1))
+    assert refused.status_code == 409
+    assert "set_lora" in refused.json()["message"]
