@@ -200,9 +200,9 @@ class MergeWorker:
     def _plan_update(self, req: MergeReq, clock: _Clock) -> Plan:
         self._refuse_states(req.target_modules or [])
         with clock.stage("deserialize"):
-            reader = PayloadReader(
-                cuda_device_index, shared=len(req.serialized_named_tensors) < self._replica.world_size
-            )
+            shared = len(req.serialized_named_tensors) < self._replica.world_size
+            first = self._replica.rank_in_group == 0
+            reader = PayloadReader(cuda_device_index, shared=shared, releases=first or not shared)
             try:
                 content = decode(self._own_payload(req), reader)
                 reader.opened = True  # tensors may also have come inline, without a handle

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from sgld_lora_merge.errors import RequestError
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
-
-
-class _SealedType(type):
-    """A class whose attributes cannot be set; a hostile payload gets hold of the class, see `unpickler`."""
-
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise RequestError(f"the payload sets the attribute {name!r} of a class")
 
 
 @dataclass
@@ -71,17 +64,17 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[
         RequestError: with every entry that does not describe bytes of ``flat``.
     """
     faults: list[str] = []
-    if not isinstance(flat, torch.Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1:
-        raise RequestError("flattened_tensor is not a uint8 tensor of one dimension")
+    if not isinstance(flat, torch.Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
+        raise RequestError("flattened_tensor is not a uint8 tensor of one dimension, contiguous")
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     named = []
     for position, entry in enumerate(entries):
         try:
             named.append((entry.name, _tensor_at(flat, entry)))
-        except (AttributeError, TypeError, ValueError) as error:
-            name = getattr(entry, "name", f"entry {position}")
-            faults.append(f"metadata of {name!r}: {error}")
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            name = getattr(entry, "name", None)
+            faults.append(f"metadata of {repr(name) if isinstance(name, str) else f'entry {position}'}: {error}")
     if faults:
         raise RequestError(*faults)
     return named
@@ -89,15 +82,12 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[
 
 def _tensor_at(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
     if not isinstance(entry.name, str):
-        raise ValueError(f"the name is {entry.name!r}, not a string")
+        raise TypeError(f"the name is a {type(entry.name).__name__}, not a string")
     dtype = _dtype(entry.dtype)
-    shape = tuple(entry.shape)
-    start, stop = entry.start_idx, entry.end_idx
-    if not all(isinstance(value, int) and value >= 0 for value in (*shape, start, stop)):
-        raise ValueError(f"shape {shape}, start_idx {start!r} and end_idx {stop!r} are to be integers from 0")
-    needed = dtype.itemsize
-    for extent in shape:
-        needed *= extent
+    shape, start, stop = tuple(entry.shape), entry.start_idx, entry.end_idx
+    if not all(isinstance(value, int) and 0 <= value < 2**63 for value in (*shape, start, stop)):
+        raise ValueError("shape, start_idx and end_idx are to be integers from 0 that fit 64 bits")
+    needed = math.prod((dtype.itemsize, *shape))
     if stop - start != needed:
         raise ValueError(f"shape {shape} of {dtype} takes {needed} bytes, [{start}, {stop}) has {stop - start}")
     if stop > flat.numel():

@@ -118,25 +118,36 @@ def named_tensors(content: object, load_format: str | None, modules: Sequence[st
     if faults:
         raise RequestError(*faults)
     read = _read_bucket if load_format == FLATTENED_BUCKET else _read_list
-    return {module: read(module, content[module]) for module in modules}
+    named: dict[str, NamedTensors] = {}
+    for module in modules:
+        try:
+            named[module] = read(content[module])
+        except RequestError as error:
+            faults.extend(f"{module}: {fault}" for fault in error.faults)
+    if faults:
+        raise RequestError(*faults)
+    return named
 
 
-def _read_bucket(module: str, content: object) -> NamedTensors:
+def _read_bucket(content: object) -> NamedTensors:
     if not isinstance(content, dict) or not {"flattened_tensor", "metadata"} <= content.keys():
-        raise RequestError(f'{module}: load_format "flattened_bucket" needs "flattened_tensor" and "metadata"')
+        raise RequestError('load_format "flattened_bucket" needs "flattened_tensor" and "metadata"')
     return unflatten(content["flattened_tensor"], content["metadata"])
 
 
-def _read_list(module: str, content: object) -> NamedTensors:
+def _read_list(content: object) -> NamedTensors:
     if isinstance(content, dict):
-        raise RequestError(f'{module}: the payload holds a dict; did you mean load_format "flattened_bucket"?')
+        raise RequestError('the payload holds a dict; did you mean load_format "flattened_bucket"?')
     if not isinstance(content, (list, tuple)):
-        raise RequestError(f"{module}: the payload holds a {type(content).__name__}, not a list of (name, tensor)")
-    for item in content:
+        raise RequestError(f"the payload holds a {type(content).__name__}, not a list of (name, tensor)")
+    faults = []
+    for position, item in enumerate(content):
         if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[0], str):
-            raise RequestError(f"{module}: the payload's list has an item that is not (name, tensor)")
-        if not isinstance(item[1], torch.Tensor):
-            raise RequestError(f"{module}: {item[0]!r} is a {type(item[1]).__name__}, not a tensor")
+            faults.append(f"the payload's list has an item that is not (name, tensor): number {position}")
+        elif not isinstance(item[1], torch.Tensor):
+            faults.append(f"{item[0]!r} is a {type(item[1]).__name__}, not a tensor")
+    if faults:
+        raise RequestError(*faults)
     return [(name, tensor) for name, tensor in content]
 
 

@@ -16,7 +16,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 class Precision(StrEnum):
     """How ``W' = W0 + scale * B @ A`` is rounded.
 
-    FP32: in float32, rounded once into the weight's dtype.
+    FP32: at least in float32, rounded once into the weight's dtype.
     FP16: every step in the weight's own dtype (bfloat16 included; the name is historical), bit for bit what a trainer's
     eager ``W0 + ((B @ A) * scale).to(W0.dtype)`` gives.
     """

@@ -1,16 +1,22 @@
-"""An unpickler that can build tensors and bucket metadata, and nothing else.
+"""An unpickler that can describe tensors and bucket metadata, and nothing else.
 
-Payloads are pickles by torch's ForkingPickler. Every global that one may name is in `_ALLOWED`, as an exact (module,
-name), and stands for code of this module that checks its arguments; nothing is ever imported by name. What the table
-hands to the pickle machine is sealed: its BUILD opcode sets attributes on any object, and must not reach a torch class.
+Payloads are pickles by torch's ForkingPickler. Every global that one may name is in a table, as an exact (module,
+name), and stands for code of this module that checks its arguments; nothing is ever imported by name.
+
+It works in two phases. Unpickling builds descriptions only (named tuples: the pickle machine's BUILD opcode can set
+attributes on objects, and there is nothing on these to set). When the whole payload has turned out to be sound, its
+handles are opened and the descriptions become tensors. A payload that is refused was never opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing import reductions
@@ -18,19 +24,37 @@ from torch.multiprocessing import reductions
 from sgld_lora_merge.bucket import BucketEntry
 from sgld_lora_merge.errors import RequestError
 
-_TENSOR, _PARAMETER, _TYPED, _UNTYPED = "torch.Tensor", "torch.nn.Parameter", "TypedStorage", "UntypedStorage"
 _MAX_INT = 2**63 - 1
+_MAX_DEPTH = 6  # of containers in a payload: modules, bucket, list, pair, tensor
+_MAX_SOCKET_PATH = 107  # bytes, sun_path of a Unix socket without its end
+
+
+class PayloadReader:
+    """How handles are opened on this worker, and whether any was.
+
+    Args:
+        device_index: physical GPU UUID -> index of the device in this process; raises `RequestError` if there is none.
+        shared: other workers read the same payload, so that an export which may be opened once must not be in it.
+        releases: this worker takes over the reference to shared memory that its sender has counted for a reader; with
+            a shared payload exactly one worker does, or the memory goes before the others have opened it, or never.
+    """
+
+    def __init__(self, device_index: Callable[[str], int], *, shared: bool = False, releases: bool = True) -> None:
+        self.opened = False
+        self.device_index = device_index
+        self.shared = shared
+        self.releases = releases
 
 
 def load(data: bytes, reader: PayloadReader) -> object:
-    """Unpickle one payload; handles in it are opened, which `reader` records.
+    """Unpickle one payload, then open its handles, which `reader` records.
 
     Raises:
         RequestError: not a pickle, a global outside the list, arguments that do not make a tensor, a handle that
             cannot be opened. Nothing of the payload was executed.
     """
     try:
-        return _Unpickler(io.BytesIO(data), reader).load()
+        return _opened(_Unpickler(io.BytesIO(data), reader).load(), reader, {}, _MAX_DEPTH)
     except RequestError:
         raise
     except MemoryError:
@@ -39,49 +63,55 @@ def load(data: bytes, reader: PayloadReader) -> object:
         raise RequestError(f"the payload is not a readable pickle: {type(error).__name__}: {error}") from error
 
 
-class PayloadReader:
-    """How handles are opened on this worker, and whether one was.
+# What unpickling builds
 
-    Args:
-        device_index: physical GPU UUID -> index of the device in this process; raises `RequestError` if there is none.
-        shared: other workers read the same payload, so that an export which may be opened once must not be in it.
-    """
 
-    def __init__(self, device_index: Callable[[str], int], *, shared: bool = False) -> None:
-        self.opened = False
-        self._device_index = device_index
-        self._shared = shared
+class _SharedMemory(NamedTuple):
+    """A storage that torch's ``file_system`` strategy exported."""
 
-    def rebuild_cuda_tensor(self, *args: Any) -> torch.Tensor:
-        """Open a CUDA IPC export; slot 6 holds the exporting GPU's UUID, or an index on a machine of one GPU."""
-        if self._shared:
-            raise RequestError(
-                "one CUDA payload for several workers: an IPC export may be opened once, so send one payload per rank "
-                "in serialized_named_tensors"
-            )
-        if len(args) != 15:
-            raise RequestError(f"rebuild_cuda_tensor takes 15 arguments, the payload gives {len(args)}")
-        _, size, stride, offset, _, dtype, device, handle, nbytes, *_ = args
-        size, stride, offset = _extent(size, stride, offset, _dtype(dtype).itemsize, _count(nbytes))
-        index = self._device_index(device) if isinstance(device, str) else _count(device)
-        self.opened = True
-        # torch's own function, with classes of our choosing
-        arguments = (torch.Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, index, handle, nbytes,
-                     args[9], False, *args[11:])  # fmt: skip
-        tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)
-        return tensor
+    manager: bytes
+    handle: bytes
+    nbytes: int
 
-    def rebuild_storage_filename(
-        self, kind: object, manager: object, handle: object, nbytes: object, dtype: object = None
-    ) -> torch.UntypedStorage:
-        """Open shared memory that torch's ``file_system`` strategy exported."""
-        if not isinstance(manager, bytes) or not isinstance(handle, bytes):
-            raise RequestError("rebuild_storage_filename takes names as bytes")
-        self.opened = True
-        storage: torch.UntypedStorage = reductions.rebuild_storage_filename(
-            torch.UntypedStorage, manager, handle, _count(nbytes)
-        )
-        return storage
+
+class _Inline(NamedTuple):
+    """A storage that travels in the payload itself, in torch's own format."""
+
+    data: bytes
+
+
+class _Empty(NamedTuple):
+    """A storage of no bytes."""
+
+    nbytes: int = 0
+
+
+class _Typed(NamedTuple):
+    """A storage and the dtype it is read with; an inline one knows its own."""
+
+    storage: _SharedMemory | _Inline | _Empty
+    dtype: torch.dtype | None
+
+
+class _Tensor(NamedTuple):
+    """A view on a storage."""
+
+    typed: _Typed
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _CudaTensor(NamedTuple):
+    """The 15 arguments of ``rebuild_cuda_tensor``, checked."""
+
+    arguments: tuple[Any, ...]
+
+
+class _Class(NamedTuple):
+    """A class that a payload names as an argument; which one does not matter here."""
+
+    name: str
 
 
 class _Sealed:
@@ -100,24 +130,39 @@ class _Sealed:
         raise RequestError(f"the payload sets the attribute {name!r} of a function")
 
 
+class _SealedType(type):
+    """A class whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise RequestError(f"the payload sets the attribute {name!r} of a class")
+
+
+class _Entry(metaclass=_SealedType):
+    """Stands for ``FlattenedTensorMetadata``, which a pickle makes without arguments and then gives its fields."""
+
+
+class _Descriptor(metaclass=_SealedType):
+    """Stands for multiprocessing's file descriptor, which a pickle makes likewise."""
+
+    def __setstate__(self, state: object) -> NoReturn:
+        _rebuild_storage_fd()
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, reader: PayloadReader) -> None:
         super().__init__(file)
-        self._opening = {
-            ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _Sealed(reader.rebuild_cuda_tensor),
-            ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): _Sealed(reader.rebuild_cuda_tensor),
-            ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _Sealed(reader.rebuild_storage_filename),
+        cuda = _Sealed(lambda *arguments: _cuda_tensor(reader, *arguments))
+        self._for_this_reader = {
+            ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): cuda,
+            ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): cuda,
         }
 
     def find_class(self, module: str, name: str) -> Any:
         key = (module, name)
-        found = self._opening.get(key) or _ALLOWED.get(key)
+        found = self._for_this_reader.get(key) or _ALLOWED.get(key)
         if found is None:
             raise RequestError(f"the payload names {module}.{name}, which is outside the allow-list")
         return found
-
-
-# What the list stands for
 
 
 def _count(value: object) -> int:
@@ -133,59 +178,81 @@ def _dtype(value: object) -> torch.dtype:
 
 
 def _size(value: object = ()) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)):
+    if type(value) not in (tuple, list):
         raise RequestError(f"{value!r} is not a shape")
-    return tuple(_count(item) for item in value)
+    return tuple(_count(item) for item in value)  # type: ignore[attr-defined]
 
 
-def _extent(
-    size: object, stride: object, offset: object, itemsize: int, nbytes: int
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, stride and offset that stay inside a storage; torch would grow the storage instead."""
-    sizes, strides, first = _size(size), _size(stride), _count(offset)
-    if len(sizes) != len(strides):
-        raise RequestError(f"shape {sizes} and stride {strides} differ in length")
-    last = first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else first - 1
+def _check_extent(size: tuple[int, ...], stride: tuple[int, ...], offset: int, itemsize: int, nbytes: int) -> None:
+    """A view must stay inside its storage; torch would grow the storage instead."""
+    if len(size) != len(stride):
+        raise RequestError(f"shape {size} and stride {stride} differ in length")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if all(size) else offset - 1
     if (last + 1) * itemsize > nbytes:
+        raise RequestError(f"shape {size} at {offset} needs {(last + 1) * itemsize} bytes, its storage has {nbytes}")
+
+
+def _cuda_tensor(reader: PayloadReader, *arguments: object) -> _CudaTensor:
+    """A CUDA IPC export; slot 6 holds the exporting GPU's UUID, or an index on a machine of one GPU."""
+    if reader.shared:
         raise RequestError(
-            f"shape {sizes} at offset {first} needs {(last + 1) * itemsize} bytes, its storage has {nbytes}"
+            "one CUDA payload for several workers: an IPC export may be opened once, so send one payload per rank in "
+            "serialized_named_tensors"
         )
-    return sizes, strides, first
+    if len(arguments) != 15:
+        raise RequestError(f"rebuild_cuda_tensor takes 15 arguments, the payload gives {len(arguments)}")
+    _, size, stride, offset, _, dtype, device, handle, nbytes, storage_offset, _, *event = arguments
+    size, stride, offset, dtype = _size(size), _size(stride), _count(offset), _dtype(dtype)
+    _check_extent(size, stride, offset, dtype.itemsize, _count(nbytes))
+    index = reader.device_index(device) if isinstance(device, str) else _count(device)
+    # torch's own function reads them, with classes of our choosing
+    return _CudaTensor(
+        (torch.Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, index, handle, nbytes,
+         _count(storage_offset), False, *event)
+    )  # fmt: skip
 
 
-def _tensor_on(storage: object, offset: object, size: object, stride: object) -> torch.Tensor:
-    if not isinstance(storage, torch.storage.TypedStorage):
-        raise RequestError(f"a tensor needs a typed storage, not {type(storage).__name__}")
-    sizes, strides, first = _extent(size, stride, offset, storage.dtype.itemsize, storage._untyped_storage.nbytes())
-    tensor: torch.Tensor = torch._utils._rebuild_tensor(storage, first, sizes, strides)
+def _shared_memory(_: object, manager: object, handle: object, nbytes: object, *__: object) -> _SharedMemory:
+    if not isinstance(manager, bytes) or not isinstance(handle, bytes):
+        raise RequestError("rebuild_storage_filename takes names as bytes")
+    if len(manager) > _MAX_SOCKET_PATH or len(handle) > _MAX_SOCKET_PATH:
+        raise RequestError("rebuild_storage_filename takes names of at most 107 bytes")
+    return _SharedMemory(manager, handle, _count(nbytes))
+
+
+def _tensor_on(typed: object, offset: object, size: object, stride: object) -> _Tensor:
+    if not isinstance(typed, _Typed):
+        raise RequestError(f"a tensor needs a typed storage, not {type(typed).__name__}")
+    tensor = _Tensor(typed, _count(offset), _size(size), _size(stride))
+    if typed.dtype is not None and not isinstance(typed.storage, _Inline):
+        _check_extent(tensor.size, tensor.stride, tensor.offset, typed.dtype.itemsize, typed.storage.nbytes)
     return tensor
 
 
-def _rebuild_tensor(cls: object, storage: object, metadata: object) -> torch.Tensor:
-    if not isinstance(metadata, tuple) or len(metadata) != 4:
+def _rebuild_tensor(_: object, typed: object, metadata: object) -> _Tensor:
+    if type(metadata) is not tuple or len(metadata) != 4:
         raise RequestError("rebuild_tensor takes (offset, size, stride, requires_grad)")
-    offset, size, stride, _ = metadata
-    return _tensor_on(storage, offset, size, stride)
+    return _tensor_on(typed, *metadata[:3])
 
 
-def _rebuild_tensor_v2(storage: object, offset: object, size: object, stride: object, *_: object) -> torch.Tensor:
-    return _tensor_on(storage, offset, size, stride)
+def _rebuild_tensor_v2(typed: object, offset: object, size: object, stride: object, *_: object) -> _Tensor:
+    return _tensor_on(typed, offset, size, stride)
 
 
-def _rebuild_parameter(data: object, *_: object) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor):
+def _rebuild_parameter(data: object, *_: object) -> _Tensor | _CudaTensor:
+    if not isinstance(data, (_Tensor, _CudaTensor)):
         raise RequestError(f"a parameter needs a tensor, not {type(data).__name__}")
     return data
 
 
-def _rebuild_typed_storage(storage: object, dtype: object) -> torch.storage.TypedStorage:
-    if not isinstance(storage, torch.UntypedStorage):
+def _rebuild_typed_storage(storage: object, dtype: object) -> _Typed:
+    if not isinstance(storage, (_SharedMemory, _Empty)):
         raise RequestError(f"a typed storage needs an untyped one, not {type(storage).__name__}")
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=_dtype(dtype), _internal=True)
+    return _Typed(storage, _dtype(dtype))
 
 
-def _rebuild_storage_empty(_: object) -> torch.UntypedStorage:
-    return torch.UntypedStorage(0)
+def _rebuild_storage_empty(_: object) -> _Empty:
+    return _Empty()
 
 
 def _rebuild_storage_fd(*_: object) -> NoReturn:
@@ -195,20 +262,16 @@ def _rebuild_storage_fd(*_: object) -> NoReturn:
     )
 
 
-def _load_storage(data: object) -> torch.storage.TypedStorage:
-    """A storage sent inline; torch's own helper would unpickle without limits."""
+def _load_from_bytes(data: object) -> _Typed:
     if not isinstance(data, bytes):
         raise RequestError("an inline storage needs bytes")
-    storage = torch.load(io.BytesIO(data), weights_only=True)
-    if not isinstance(storage, torch.storage.TypedStorage):
-        raise RequestError(f"an inline storage is expected, not {type(storage).__name__}")
-    return storage
+    return _Typed(_Inline(data), None)
 
 
 def _ordered(items: object = ()) -> dict[Any, Any]:
-    if not isinstance(items, (list, tuple)):
+    if type(items) not in (list, tuple):
         raise RequestError("an ordered dict is made of a list of items")
-    return dict(items)
+    return dict(items)  # type: ignore[call-overload, no-any-return]
 
 
 def _encode(text: object, encoding: object) -> bytes:
@@ -218,8 +281,9 @@ def _encode(text: object, encoding: object) -> bytes:
     return text.encode("latin1")
 
 
-def _bytes(*args: object) -> bytes:
-    if args:
+def _no_bytes(*arguments: object) -> bytes:
+    """How pickle protocol 2 writes bytes of no length."""
+    if arguments:
         raise RequestError("bytes from arguments are not read")
     return b""
 
@@ -231,23 +295,95 @@ _DTYPE_NAMES = (
 )  # fmt: skip
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch", "Tensor"): _TENSOR,
-    ("torch.nn.parameter", "Parameter"): _PARAMETER,
+    ("torch", "Tensor"): _Class("torch.Tensor"),
+    ("torch.nn.parameter", "Parameter"): _Class("torch.nn.Parameter"),
     ("torch", "Size"): _Sealed(_size),
-    ("torch.storage", "TypedStorage"): _TYPED,
-    ("torch.storage", "UntypedStorage"): _UNTYPED,
-    ("torch", "UntypedStorage"): _UNTYPED,
-    ("torch.storage", "_load_from_bytes"): _Sealed(_load_storage),
+    ("torch.storage", "TypedStorage"): _Class("torch.TypedStorage"),
+    ("torch.storage", "UntypedStorage"): _Class("torch.UntypedStorage"),
+    ("torch", "UntypedStorage"): _Class("torch.UntypedStorage"),
+    ("torch.storage", "_load_from_bytes"): _Sealed(_load_from_bytes),
     ("torch._utils", "_rebuild_tensor_v2"): _Sealed(_rebuild_tensor_v2),
     ("torch._utils", "_rebuild_parameter"): _Sealed(_rebuild_parameter),
     ("torch.multiprocessing.reductions", "rebuild_tensor"): _Sealed(_rebuild_tensor),
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): _Sealed(_rebuild_typed_storage),
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _Sealed(_shared_memory),
     ("torch.multiprocessing.reductions", "rebuild_storage_empty"): _Sealed(_rebuild_storage_empty),
     ("torch.multiprocessing.reductions", "rebuild_storage_fd"): _Sealed(_rebuild_storage_fd),
-    ("multiprocessing.resource_sharer", "DupFd"): _Sealed(_rebuild_storage_fd),
+    ("multiprocessing.resource_sharer", "DupFd"): _Descriptor,
     ("collections", "OrderedDict"): _Sealed(_ordered),
     ("_codecs", "encode"): _Sealed(_encode),
-    ("builtins", "bytes"): _Sealed(_bytes),
-    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): BucketEntry,
+    ("builtins", "bytes"): _Sealed(_no_bytes),
+    ("__builtin__", "bytes"): _Sealed(_no_bytes),  # as protocol 2 spells it
+    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): _Entry,
     **{("torch", name): getattr(torch, name) for name in _DTYPE_NAMES},
 }
+
+
+# What opening makes of it
+
+_Storages = dict[int, torch.storage.TypedStorage]
+_LEAVES = (str, bytes, int, float, torch.dtype)
+_ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
+
+
+def _opened(content: object, reader: PayloadReader, storages: _Storages, depth: int) -> object:
+    """The content with tensors in place of their descriptions; a storage that several tensors view is opened once."""
+    if isinstance(content, _CudaTensor):
+        reader.opened = True
+        return reductions.rebuild_cuda_tensor(*content.arguments)
+    if isinstance(content, _Tensor):
+        return _open_tensor(content, reader, storages)
+    if content is None or isinstance(content, _LEAVES):
+        return content
+    if isinstance(content, _Entry):
+        if vars(content).keys() != _ENTRY_FIELDS:
+            raise RequestError(f"bucket metadata has the fields {sorted(vars(content))}, not {sorted(_ENTRY_FIELDS)}")
+        return BucketEntry(**vars(content))
+    if type(content) not in (dict, list, tuple):
+        raise RequestError(f"the payload holds a {type(content).__name__}, not tensors")
+    if depth == 0:
+        raise RequestError(f"the payload nests more than {_MAX_DEPTH} containers")
+    if isinstance(content, dict):
+        return {key: _opened(value, reader, storages, depth - 1) for key, value in content.items()}
+    assert isinstance(content, (list, tuple))
+    return type(content)([_opened(value, reader, storages, depth - 1) for value in content])
+
+
+def _open_tensor(tensor: _Tensor, reader: PayloadReader, storages: _Storages) -> torch.Tensor:
+    typed = tensor.typed
+    storage = storages.get(id(typed))
+    if storage is None:
+        storage = storages[id(typed)] = _open_storage(typed, reader)
+    _check_extent(tensor.size, tensor.stride, tensor.offset, storage.dtype.itemsize, storage._untyped_storage.nbytes())
+    made: torch.Tensor = torch._utils._rebuild_tensor(storage, tensor.offset, tensor.size, tensor.stride)
+    return made
+
+
+def _open_storage(typed: _Typed, reader: PayloadReader) -> torch.storage.TypedStorage:
+    if isinstance(typed.storage, _Inline):
+        loaded = torch.load(io.BytesIO(typed.storage.data), map_location="cpu", weights_only=True)
+        if not isinstance(loaded, torch.storage.TypedStorage):
+            raise RequestError(f"an inline storage is expected, not {type(loaded).__name__}")
+        return loaded
+    untyped = torch.UntypedStorage(0)
+    if isinstance(typed.storage, _SharedMemory):
+        untyped = _open_shared_memory(typed.storage, reader)
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=typed.dtype, _internal=True)
+
+
+def _open_shared_memory(storage: _SharedMemory, reader: PayloadReader) -> torch.UntypedStorage:
+    name = os.fsdecode(storage.handle)
+    with contextlib.suppress(OSError, ValueError):
+        size = os.stat("/dev/shm/" + name.removeprefix("/")).st_size
+        if size < storage.nbytes:  # torch would grow it
+            raise RequestError(f"shared memory {name!r} has {size} bytes, the payload claims {storage.nbytes}")
+    reader.opened = True
+    try:
+        opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_filename_cpu(*storage)
+    except RuntimeError as error:
+        raise RequestError(
+            f"shared memory {name!r} cannot be opened; it is gone, or its sender is on another machine: {error}"
+        ) from error
+    if reader.releases:
+        opened._shared_decref()
+    return opened

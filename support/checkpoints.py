@@ -22,6 +22,9 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # one line for each tiny component says nothing
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -54,8 +54,9 @@ def named(adapter: Adapter) -> list[tuple[str, torch.Tensor]]:
 
 
 def merge_fp32(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """fp32 mode, written down once more: one rounding."""
-    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+    """fp32 mode, written down once more: the float64 value, rounded once; the scale is a float32."""
+    scale = float(torch.tensor(scale, dtype=torch.float32))
+    return (weight.double() + scale * (b.double() @ a.double())).to(weight.dtype)
 
 
 def merge_fp16(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

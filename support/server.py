@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 ENGINE_SITE = Path(__file__).parent / "engine_site"
+LAUNCHER = Path(__file__).parent / "launch" / "serve.py"
 START_TIMEOUT_S = 240
 
 
@@ -74,7 +76,7 @@ def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequ
     """The command line of a CPU engine."""
     master, scheduler = free_ports(2)
     return [
-        str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(model), "--model-id", model_id,
+        sys.executable, str(LAUNCHER), "serve", "--model-path", str(model), "--model-id", model_id,
         "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
         "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output), "--sleep-on-idle",
         *arguments,
@@ -82,19 +84,11 @@ def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequ
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a CPU engine: offline, and able to import torchvision beside a CPU torch."""
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(ENGINE_SITE), *([inherited] if inherited else [])])
-    merged = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **(extra or {}),
-    }
-    if extra and "PYTHONPATH" in extra:
-        merged["PYTHONPATH"] = os.pathsep.join([path, extra["PYTHONPATH"]])
-    return merged
+    """The environment of an engine: offline, and beside a CPU torch able to import torchvision."""
+    added = [] if torch.version.cuda else [str(ENGINE_SITE)]
+    paths = [*added, os.environ.get("PYTHONPATH"), (extra or {}).get("PYTHONPATH")]
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **offline, **(extra or {}), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 @contextlib.contextmanager
