@@ -11,7 +11,6 @@ memory half-way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +94,7 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
     Parameters created under inference mode are writable here, and their version counters do not move.
     """
     run = _merge_fp32 if precision is Precision.FP32 else _merge_fp16
-    with torch.inference_mode(), _ieee_float32():
+    with torch.inference_mode():
         return [run(job, scratch) for job in jobs if scratch is not None]
 
 
@@ -156,14 +155,3 @@ def _take(tensor: torch.Tensor, spans: tuple[Span, ...], dim: int) -> torch.Tens
 def _chunk_rows(job: MergeJob) -> int:
     rows, columns = job.out.shape
     return max(1, min(rows, CHUNK_ELEMENTS // max(columns, 1)))
-
-
-@contextmanager
-def _ieee_float32() -> Iterator[None]:
-    """Products of float32 weights in float32, whatever TF32 shortcut the process has switched on for its own work."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
