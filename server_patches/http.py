@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -21,6 +21,7 @@ from sgld_lora_merge.protocol import (
     LORA_MERGE,
     ErrorAnswer,
     ResetRequest,
+    RollbackRequest,
     UpdateAnswer,
     UpdateRequest,
     check_update,
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-NOT_BUILT = ("verify", "commit", "abort", "upload", "rollback", "metrics")
+NOT_BUILT = ("verify", "commit", "abort", "upload", "metrics")
 
 
 class MergeRoutes:
@@ -59,6 +60,7 @@ class MergeRoutes:
         router.post(UPDATE_ROUTE, responses=responses, openapi_extra=body)(self.update)
         router.get(STATUS_ROUTE)(self.status)
         router.post("/lora_merge/reset")(self.reset)
+        router.post("/lora_merge/rollback")(self.rollback)
         for name in NOT_BUILT:
             router.api_route(f"/lora_merge/{name}", methods=["GET", "POST"], include_in_schema=False)(self.not_built)
         return router
@@ -73,7 +75,11 @@ class MergeRoutes:
 
     async def reset(self, request: Request) -> JSONResponse:
         """Bring the base weights back, bit for bit."""
-        return await _whole(self._reset(request))
+        return await _whole(self._step_back(request, "reset", ResetRequest))
+
+    async def rollback(self, request: Request) -> JSONResponse:
+        """Bring back what was live before the last update or reset, scales included; one step is kept."""
+        return await _whole(self._step_back(request, "rollback", RollbackRequest))
 
     async def not_built(self, request: Request) -> JSONResponse:
         return _error(501, f"{request.url.path} is part of the contract but not built yet")
@@ -108,22 +114,21 @@ class MergeRoutes:
             payloads = len(update.serialized_named_tensors) if update is not None else 0
             return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
-    async def _reset(self, request: Request) -> JSONResponse:
+    async def _step_back(
+        self, request: Request, operation: Literal["reset", "rollback"], body: type[ResetRequest | RollbackRequest]
+    ) -> JSONResponse:
         try:
-            body = await request.body()
-            reset, ignored = parse_fields(ResetRequest, parse_json(body or b"{}"))
+            fields, ignored = parse_fields(body, parse_json(await request.body() or b"{}"))
             self._refuse_replicas()
             async with self._one_at_a_time:
-                output = await self._ask(MergeReq([], operation="reset", target_modules=reset.target_modules))
+                modules = getattr(fields, "target_modules", None)
+                output = await self._ask(MergeReq([], operation=operation, target_modules=modules))
             if output["status"] != 200:
                 raise _as_error(output)
         except LoraMergeError as error:
             self.record.failures[error.reason] += 1
             return _error(error.status, str(error))
-        return JSONResponse(
-            {"success": True, "message": output["message"], "weight_version": None, "ignored_fields": ignored,
-             "timings_ms": output["timings_ms"]}
-        )  # fmt: skip
+        return JSONResponse(_merge_answer(output, ignored))
 
     def _answered_before(self, update_id: str | None, body: bytes) -> JSONResponse | None:
         """The answer that this very body got before; a lost answer can be retried."""
@@ -197,11 +202,14 @@ def _to_workers(update: UpdateRequest) -> MergeReq:
 
 def _live_answer(update: UpdateRequest, output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     if update.weight_update_mode == LORA_MERGE:
-        return UpdateAnswer(
-            **{k: v for k, v in output.items() if k in UpdateAnswer.model_fields}, ignored_fields=ignored
-        ).model_dump()
+        return _merge_answer(output, ignored)
     full = ("message", "weight_version", "payload_opened")
     return {"success": True, **{name: output[name] for name in full}, "ignored_fields": ignored}
+
+
+def _merge_answer(output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    known = {name: value for name, value in output.items() if name in UpdateAnswer.model_fields}
+    return UpdateAnswer(**known, ignored_fields=ignored).model_dump()
 
 
 def _as_error(output: dict[str, Any]) -> LoraMergeError:

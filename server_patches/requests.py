@@ -16,7 +16,7 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     because its scheduler looks handlers up by exact type. Pickled on its way, so it holds plain data only.
     """
 
-    operation: Literal["update", "reset", "status"] = "update"
+    operation: Literal["update", "reset", "rollback", "status"] = "update"
     whole: bool = False
     allow_partial: bool = False
     layer_scaling: dict[str, dict[str, float]] | None = None

@@ -117,6 +117,8 @@ class MergeWorker:
                     answer: dict[str, Any] = {"message": "ok"}
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
+                case "rollback":
+                    answer = self._go_live(self._plan_rollback, req, clock, opened)
                 case _ if req.weight_update_mode == LORA_MERGE:
                     answer = self._go_live(self._plan_update, req, clock, opened)
                 case _:
@@ -145,14 +147,16 @@ class MergeWorker:
         _raise_if_bad(verdicts)
         assert plan is not None
         stats = self._commit(plan, clock)
-        reset = req.operation == "reset"
-        losses = {} if reset else {module: each.rounding_loss for module, each in stats.items()}
-        self.engine.settle(plan, None if reset else req.weight_version, losses)
+        losses = {module: each.rounding_loss for module, each in stats.items()}
+        match req.operation:
+            case "reset":
+                self.engine.settle(plan, None)
+            case "rollback":
+                self.engine.settle_rollback(plan, losses)
+            case _:
+                self.engine.settle(plan, req.weight_version, losses)
         timings = clock.milliseconds()
         self._timings |= {part.module: timings for part in plan.modules}
-        if reset:
-            names = [module.module for module in plan.modules]
-            return {"message": f"base weights are live in {name_some(names) or 'every module'}", "timings_ms": timings}
         return self._live_answer(req, plan, stats, timings)
 
     def _live_answer(
@@ -166,18 +170,22 @@ class MergeWorker:
             }
             for part in plan.modules
         }
-        total = sum(stats.values(), MergeStats())
-        message = f"{plan.layers} LoRA layers are live in {name_some(list(modules))}"
-        logger.info("%s: weight_version=%s %s", message, req.weight_version, timings)
+        names = list(modules)
+        version = self.engine.state(names[0]).weight_version if names else None
+        what = {"reset": "base weights are live", "rollback": f"weight_version {version!r} is live again"}
+        message = (
+            f"{what.get(req.operation, f'{plan.layers} LoRA layers are live')} in {name_some(names) or 'every module'}"
+        )
+        logger.info("%s: weight_version=%s %s", message, version, timings)
         return {
             "message": message,
-            "weight_version": req.weight_version,
+            "weight_version": version,
             "layers": plan.layers,
             "skipped": plan.skipped,
             "merge_mode": "merge",
             "merge_precision": str(self.engine.precision),
-            "base_store": self.engine.state(plan.modules[0].module).store.kind,
-            "rounding_loss": total.rounding_loss,
+            "base_store": self.engine.state(names[0]).store.kind if names else None,
+            "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss,
             "modules": modules,
             "timings_ms": timings,
         }
@@ -228,6 +236,11 @@ class MergeWorker:
         self._refuse_states(req.target_modules or [])
         with clock.stage("validate"):
             return self.engine.plan_reset(req.target_modules)
+
+    def _plan_rollback(self, req: MergeReq, clock: _Clock) -> Plan:
+        self._refuse_states(list(self.engine.states))
+        with clock.stage("validate"):
+            return self.engine.plan_rollback()
 
     def _commit(self, plan: Plan, clock: _Clock) -> dict[str, MergeStats]:
         """Write on every rank; on failure of any, undo on every rank and raise."""

@@ -11,6 +11,7 @@ the one before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ import torch
 
 from sgld_lora_merge import kernels
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
-from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
@@ -131,8 +132,9 @@ class MergeEngine:
             RequestError: with every fault of every module.
         """
         views = self._modules()
-        faults: list[str] = []
-        plans = []
+        plans: list[ModulePlan] = []
+        named = Counter(update.module for update in updates)
+        faults = [f"module {module!r} is named {count} times" for module, count in named.items() if count > 1]
         for update in updates:
             view = views.get(update.module)
             if view is None:
@@ -144,6 +146,7 @@ class MergeEngine:
                 plans.append(self._plan_module(update, view))
             except RequestError as error:
                 faults.extend(f"{update.module}: {fault}" for fault in error.faults)
+        faults.extend(self._tied(plans, views))
         if faults:
             raise RequestError(*faults)
         return self._allocate(plans)
@@ -158,11 +161,19 @@ class MergeEngine:
         names = list(self.states) if modules is None else list(dict.fromkeys(modules))
         if unknown := [name for name in names if name not in views]:
             raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")
-        plans = []
-        for name in names:
-            live = self.state(name).live
-            plans.append(ModulePlan(name, live, {}, tuple(placed.target for placed in live.values()), {}))
-        return self._allocate(plans)
+        changed = [(name, self.state(name).live) for name in names if self.state(name).live]
+        return self._allocate([_exchange(name, live, {}) for name, live in changed])
+
+    def plan_rollback(self) -> Plan:
+        """A plan that brings back what was live before the last step (an update, or a reset), in all its modules.
+
+        Raises:
+            ConflictError: there is no step to take back: none was made, it was taken back, or the base has changed.
+        """
+        steps = [(name, state) for name, state in self.states.items() if state.previous is not None]
+        if not steps:
+            raise ConflictError("there is nothing to roll back: one step is kept, and none has been made since")
+        return self._allocate([_exchange(name, state.live, state.previous or {}) for name, state in steps])
 
     def _plan_module(self, update: ModuleUpdate, view: ModuleView) -> ModulePlan:
         faults = list(update.faults)
@@ -185,7 +196,6 @@ class MergeEngine:
         if skipped and not (update.allow_partial and placed):
             nearest = name_some(_nearest(skipped, view.layers()))
             faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
-        faults.extend(_shared_storage(placed.values(), view))
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live
@@ -201,18 +211,42 @@ class MergeEngine:
             skipped=tuple(skipped),
         )
 
+    def _tied(self, plans: Sequence[ModulePlan], views: Mapping[str, ModuleView]) -> list[str]:
+        """Faults for targets that share memory with another one, in this update or live (tied weights).
+
+        The second one's W0 would be a weight into which the first one is merged.
+        """
+        held = {(name, key): placed for name, state in self.states.items() for key, placed in state.live.items()}
+        held |= {(plan.module, key): placed for plan in plans for key, placed in plan.after.items()}
+        extents = []
+        for (module, _), placed in held.items():
+            rows = _rows(views[module], placed.target) if module in views else None
+            if rows is not None and rows.numel():
+                # strided rows may interleave with others without touching them: their first element stands for them
+                nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
+                name = f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
+                extents.append((str(rows.device), rows.data_ptr(), rows.data_ptr() + nbytes, name))
+        extents.sort()
+        return [
+            f"{one} and {two} share the same memory: tied weights cannot hold two updates"
+            for (device, _, stop, one), (other_device, start, _, two) in pairwise(extents)
+            if device == other_device and start < stop
+        ]
+
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
         """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
         owned = []
         for plan in plans:
-            copies: dict[int, Pair] = {id(old.pair): old.pair for old in plan.before.values()}
+            state = self.state(plan.module)
+            kept = (*state.live.values(), *(state.previous or {}).values())
+            copies = {id(old.pair): old.pair for old in kept}
             after = {}
             for key, new in plan.after.items():
                 if id(new.pair) not in copies:
                     copies[id(new.pair)] = _own_copy(new.pair)
                 after[key] = Placed(copies[id(new.pair)], new.target)
-            store, view = self.state(plan.module).store, self._modules()[plan.module]
-            snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in store}
+            view = self._modules()[plan.module]
+            snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in state.store}
             owned.append(replace(plan, after=after, snapshots=snapshots))
         both_ways = [
             job for plan in owned for adapter in (plan.after, plan.before) for _, job in self._jobs(plan, adapter)
@@ -235,12 +269,24 @@ class MergeEngine:
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
+        if not plan.modules:
+            return
+        for state in self.states.values():
+            state.previous = state.previous_version = None  # one step back is kept, and this is the step
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
             state.store.adopt(module.snapshots)
             state.previous, state.previous_version = module.before, state.weight_version
             state.live, state.weight_version = module.after, weight_version
             state.rounding_loss = (losses or {}).get(module.module)
+
+    def settle_rollback(self, plan: Plan, losses: Mapping[str, float]) -> None:
+        """Make a committed rollback the state, under the versions of then; it cannot be rolled back itself."""
+        versions = {module.module: self.state(module.module).previous_version for module in plan.modules}
+        self.settle(plan, None, losses)
+        for name, version in versions.items():
+            state = self.states[name]
+            state.weight_version, state.previous, state.previous_version = version, None, None
 
     def _write(self, plan: ModulePlan, adapter: Adapter, scratch: kernels.Scratch | None) -> MergeStats:
         jobs = self._jobs(plan, adapter)
@@ -289,6 +335,13 @@ class MergeEngine:
         self.states[module] = ModuleState(weight_version=weight_version)
 
 
+def _exchange(module: str, before: Adapter, after: Adapter) -> ModulePlan:
+    """One adapter for another, both in the engine's own memory already."""
+    targets = {placed.target.key: placed.target for placed in (*before.values(), *after.values())}
+    layers = sorted({placed.pair.layer for placed in after.values()})
+    return ModulePlan(module, before, after, tuple(targets.values()), {}, tuple(layers))
+
+
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
     return view.weight(target.weight)[target.rows.start : target.rows.stop]
 
@@ -318,24 +371,6 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
         if weight.dtype not in MERGEABLE_DTYPES:
             faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
     return faults
-
-
-def _shared_storage(placed: Iterable[Placed], view: ModuleView) -> list[str]:
-    """Faults for two pairs that write the same memory under different parameter names (tied weights)."""
-    written = []
-    for item in placed:
-        rows = _rows(view, item.target)
-        if rows.numel():
-            # strided rows may interleave with others without touching them: only their first element stands for them
-            nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
-            written.append((rows.device.index or 0, rows.data_ptr(), rows.data_ptr() + nbytes, item))
-    written.sort(key=lambda entry: entry[:3])
-    return [
-        f"{one.pair.layer!r} and {two.pair.layer!r} write the same memory: {one.target.weight!r} and "
-        f"{two.target.weight!r} are tied"
-        for (device, _, stop, one), (next_device, start, _, two) in pairwise(written)
-        if device == next_device and start < stop
-    ]
 
 
 def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:

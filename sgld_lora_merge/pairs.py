@@ -121,7 +121,7 @@ def pair_up(
             faults.extend(error.faults)
     if not halves and not faults:
         faults.append("the payload holds no lora_A / lora_B tensors")
-    faults.extend(_non_finite(pairs))
+    faults.extend(_non_finite([half for sides in halves.values() for half in sides.values()]))
     return Pairing(tuple(pairs), tuple(faults))
 
 
@@ -182,12 +182,13 @@ def _make_pair(
     return Pair(layer, a.tensor, b.tensor, scale_of(alpha, own_rank))
 
 
-def _non_finite(pairs: Sequence[Pair]) -> list[str]:
-    """Faults for NaN and infinite values; one device synchronisation however many pairs there are."""
-    checks = [(f"{pair.layer}.lora_{side}", t) for pair in pairs for side, t in (("A", pair.a), ("B", pair.b))]
-    if not checks:
+def _non_finite(halves: Sequence[_Half]) -> list[str]:
+    """Faults for NaN and infinite values; one device synchronisation however many tensors there are."""
+    device = next((half.tensor.device for half in halves), None)
+    checked = [half for half in halves if half.tensor.dtype in PAIR_DTYPES and half.tensor.device == device]
+    if not checked:
         return []
-    finite = torch.stack([torch.isfinite(tensor).all().to(checks[0][1].device) for _, tensor in checks]).tolist()
+    finite = torch.stack([torch.isfinite(half.tensor).all() for half in checked]).tolist()
     return [
-        f"{name!r} holds NaN or infinite values" for (name, _), good in zip(checks, finite, strict=True) if not good
+        f"{half.name!r} holds NaN or infinite values" for half, good in zip(checked, finite, strict=True) if not good
     ]

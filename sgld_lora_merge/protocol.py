@@ -71,6 +71,12 @@ class ResetRequest(BaseModel):
     target_modules: list[str] | None = None
 
 
+class RollbackRequest(BaseModel):
+    """Body of ``POST /lora_merge/rollback``: nothing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
 class ModuleAnswer(BaseModel):
     """What an update did to one module."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -99,22 +100,34 @@ def zimage(zimage_session: Engine) -> Engine:
     return zimage_session
 
 
-@pytest.fixture(scope="session")
-def sd3_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@contextmanager
+def serve_sd3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Stable Diffusion 3, one worker, fp16 mode, bfloat16 weights."""
     checkpoint = checkpoints.sd3(tmp_path_factory.mktemp("sd3"))
     folder = tmp_path_factory.mktemp("sd3_server")
     env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "0", "PYTHONPATH": str(TESTHOOK)}
-    model_id = "stable-diffusion-3-medium-diffusers"
-    with server.running(checkpoint, model_id, folder, env=env) as running:
+    with server.running(checkpoint, "stable-diffusion-3-medium-diffusers", folder, env=env) as running:
         assert "Loaded transformer: SD3Transformer2DModel (sgl-diffusion version)" in running.log.read_text()
         yield Engine(running, checkpoint, lora.SD3_SUFFIXES, lora.engine_sd3, lora.merge_fp16)
+
+
+@pytest.fixture(scope="session")
+def sd3_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with serve_sd3(tmp_path_factory) as engine:
+        yield engine
 
 
 @pytest.fixture
 def sd3(sd3_session: Engine) -> Engine:
     sd3_session.reset()
     return sd3_session
+
+
+@pytest.fixture
+def sd3_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """For a test that leaves its engine in a state that others cannot use."""
+    with serve_sd3(tmp_path_factory) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

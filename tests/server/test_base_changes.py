@@ -96,8 +96,9 @@ def test_conditioning_caches_follow_an_update(zimage):
     assert zimage.server.image("a dog") == first
 
 
-def test_an_adapter_of_sglangs_own_starts_from_the_base_and_then_keeps_ours_out(sd3, tmp_path):
-    """``/v1/set_lora`` after an update of ours: its snapshot is W0, not W'. Last test of this engine: layers stay wrapped."""
+def test_an_adapter_of_sglangs_own_starts_from_the_base_and_then_keeps_ours_out(sd3_of_its_own, tmp_path):
+    """``/v1/set_lora`` after an update of ours: its snapshot is W0, not W'. The layers then stay wrapped."""
+    sd3 = sd3_of_its_own
     base = lora.checksums(sd3.to_engine(sd3.targets))
     sd3.update(sd3.adapter(seed=1))
     layer, (a, b) = next(iter(sd3.adapter(seed=2).items()))
