@@ -12,7 +12,7 @@ from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import checked_scale, scale_of
 
 PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PEFT_PREFIX = "base_model.model."
+WRAPPER_PREFIXES = ("base_model.model.", "diffusion_model.")  # PEFT's, and the one of the original checkpoints
 
 _LORA_NAME = re.compile(r"(?P<layer>.+?)\.lora_(?P<side>[AB])(?P<rest>(?:\..+)?)")
 # Names that other trainers write and that must not be dropped in silence: pattern, what it is.
@@ -31,7 +31,7 @@ class Pair:
     """One layer's low-rank update ``scale * b @ a``.
 
     Attributes:
-        layer: the layer prefix as the sender names it, without PEFT's ``base_model.model.``.
+        layer: the layer prefix as the sender names it, without a wrapper's prefix.
         a: ``[rank, in_features]``, float32, bfloat16 or float16.
         b: ``[out_features, rank]``, float32, bfloat16 or float16.
         scale: the whole scale, finite as a float32.
@@ -78,8 +78,10 @@ def parse_name(name: str) -> LoraName:
 
 
 def layer_name(name: str) -> str:
-    """A layer prefix without PEFT's ``base_model.model.`` in front."""
-    return name.removeprefix(PEFT_PREFIX)
+    """A layer prefix without what trainers put in front of it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 @dataclass(frozen=True)

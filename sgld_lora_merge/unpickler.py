@@ -1,22 +1,24 @@
 """An unpickler that can describe tensors and bucket metadata, and nothing else.
 
 Payloads are pickles by torch's ForkingPickler. Every global that one may name is in a table, as an exact (module,
-name), and stands for code of this module that checks its arguments; nothing is ever imported by name.
+name), and stands for code of this module that checks its arguments; nothing is ever imported by name. The machine is
+Python's own pure-Python one, cut down to the opcodes that such pickles have: the C one crashes on a deeply nested key
+and takes gigabytes for a large memo index.
 
-It works in two phases. Unpickling builds descriptions only (named tuples: the pickle machine's BUILD opcode can set
-attributes on objects, and there is nothing on these to set). When the whole payload has turned out to be sound, its
-handles are opened and the descriptions become tensors. A payload that is refused was never opened.
+It works in two phases. Unpickling builds descriptions only; when the whole payload has turned out to be sound, its
+handles are opened and the descriptions become tensors. A payload that is refused for what it says was never opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing import reductions
@@ -54,9 +56,13 @@ def load(data: bytes, reader: PayloadReader) -> object:
             cannot be opened. Nothing of the payload was executed.
     """
     try:
-        return _opened(_Unpickler(io.BytesIO(data), reader).load(), reader, {}, _MAX_DEPTH)
+        described = _Unpickler(data, reader).load()
+        checked = _walk(described, _checked, _MAX_DEPTH, _Budget(len(data)))
+        return _walk(checked, _Opener(reader), _MAX_DEPTH, _Budget(len(data)))
     except RequestError:
         raise
+    except KeyError as error:
+        raise RequestError(f"the payload is not a readable pickle: opcode {error} is not read") from error
     except MemoryError:
         raise RequestError("the payload asks for more memory than there is") from None
     except Exception as error:  # unpickling hostile bytes can end in any exception
@@ -114,55 +120,75 @@ class _Class(NamedTuple):
     name: str
 
 
-class _Sealed:
-    """A callable whose attributes a pickle cannot set."""
-
-    __slots__ = ("_call",)
-    _call: Callable[..., Any]
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_call", call)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise RequestError(f"the payload sets the attribute {name!r} of a function")
-
-
-class _SealedType(type):
-    """A class whose attributes a pickle cannot set."""
-
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise RequestError(f"the payload sets the attribute {name!r} of a class")
-
-
-class _Entry(metaclass=_SealedType):
+class _Entry:
     """Stands for ``FlattenedTensorMetadata``, which a pickle makes without arguments and then gives its fields."""
 
 
-class _Descriptor(metaclass=_SealedType):
-    """Stands for multiprocessing's file descriptor, which a pickle makes likewise."""
-
-    def __setstate__(self, state: object) -> NoReturn:
-        _rebuild_storage_fd()
+class _Descriptor:
+    """Stands for multiprocessing's class of a file descriptor."""
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, reader: PayloadReader) -> None:
-        super().__init__(file)
-        cuda = _Sealed(lambda *arguments: _cuda_tensor(reader, *arguments))
-        self._for_this_reader = {
-            ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): cuda,
-            ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): cuda,
-        }
+_OPCODES = (
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
+    "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "GLOBAL",
+    "STACK_GLOBAL", "REDUCE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE",
+)  # fmt: skip
+
+
+class _Unpickler(pickle._Unpickler):
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, data: bytes, reader: PayloadReader) -> None:
+        super().__init__(io.BytesIO(data))
+        self._reader = reader
 
     def find_class(self, module: str, name: str) -> Any:
-        key = (module, name)
-        found = self._for_this_reader.get(key) or _ALLOWED.get(key)
+        if (module, name) in _CUDA_EXPORTS:
+            return functools.partial(_cuda_tensor, self._reader)
+        found = _ALLOWED.get((module, name))
         if found is None:
             raise RequestError(f"the payload names {module}.{name}, which is outside the allow-list")
         return found
+
+    def _make(self) -> None:
+        """NEWOBJ: of a class, only the two that pickles of ours and of sglang's instantiate."""
+        arguments, cls = self.stack.pop(), self.stack.pop()
+        if cls is _Descriptor:
+            _rebuild_storage_fd()
+        if cls is not _Entry or arguments != ():
+            raise RequestError("the payload makes an object of another class than FlattenedTensorMetadata")
+        self.append(_Entry())
+
+    def _give_fields(self) -> None:
+        """BUILD: the fields of one metadata entry, and no state of anything else."""
+        state, entry = self.stack.pop(), self.stack[-1]
+        if type(entry) is not _Entry or type(state) is not dict:
+            raise RequestError(f"the payload sets attributes of a {type(entry).__name__}")
+        vars(entry).update(state)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or not all(type(key) is str for key in items[::2]):
+            raise RequestError("a dict in the payload has keys that are not names")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def _set_marked_items(self) -> None:
+        self._set_items(self.pop_mark())
+
+    dispatch: ClassVar[dict[int, Callable[..., Any]]] = {
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _OPCODES)},
+        pickle.NEWOBJ[0]: _make,
+        pickle.BUILD[0]: _give_fields,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_marked_items,
+    }
 
 
 def _count(value: object) -> int:
@@ -268,9 +294,11 @@ def _load_from_bytes(data: object) -> _Typed:
     return _Typed(_Inline(data), None)
 
 
-def _ordered(items: object = ()) -> dict[Any, Any]:
+def _ordered(items: object = ()) -> dict[str, Any]:
     if type(items) not in (list, tuple):
         raise RequestError("an ordered dict is made of a list of items")
+    if not all(type(item) in (list, tuple) and len(item) == 2 and type(item[0]) is str for item in items):  # type: ignore[attr-defined]
+        raise RequestError("a dict in the payload has keys that are not names")
     return dict(items)  # type: ignore[call-overload, no-any-return]
 
 
@@ -294,69 +322,97 @@ _DTYPE_NAMES = (
     "uint32", "uint64",
 )  # fmt: skip
 
+_CUDA_EXPORTS = {
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+    ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"),
+}
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): _Class("torch.Tensor"),
     ("torch.nn.parameter", "Parameter"): _Class("torch.nn.Parameter"),
-    ("torch", "Size"): _Sealed(_size),
+    ("torch", "Size"): _size,
     ("torch.storage", "TypedStorage"): _Class("torch.TypedStorage"),
     ("torch.storage", "UntypedStorage"): _Class("torch.UntypedStorage"),
     ("torch", "UntypedStorage"): _Class("torch.UntypedStorage"),
-    ("torch.storage", "_load_from_bytes"): _Sealed(_load_from_bytes),
-    ("torch._utils", "_rebuild_tensor_v2"): _Sealed(_rebuild_tensor_v2),
-    ("torch._utils", "_rebuild_parameter"): _Sealed(_rebuild_parameter),
-    ("torch.multiprocessing.reductions", "rebuild_tensor"): _Sealed(_rebuild_tensor),
-    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): _Sealed(_rebuild_typed_storage),
-    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _Sealed(_shared_memory),
-    ("torch.multiprocessing.reductions", "rebuild_storage_empty"): _Sealed(_rebuild_storage_empty),
-    ("torch.multiprocessing.reductions", "rebuild_storage_fd"): _Sealed(_rebuild_storage_fd),
+    ("torch.storage", "_load_from_bytes"): _load_from_bytes,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): _rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): _rebuild_typed_storage,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _shared_memory,
+    ("torch.multiprocessing.reductions", "rebuild_storage_empty"): _rebuild_storage_empty,
+    ("torch.multiprocessing.reductions", "rebuild_storage_fd"): _rebuild_storage_fd,
     ("multiprocessing.resource_sharer", "DupFd"): _Descriptor,
-    ("collections", "OrderedDict"): _Sealed(_ordered),
-    ("_codecs", "encode"): _Sealed(_encode),
-    ("builtins", "bytes"): _Sealed(_no_bytes),
-    ("__builtin__", "bytes"): _Sealed(_no_bytes),  # as protocol 2 spells it
+    ("collections", "OrderedDict"): _ordered,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): _no_bytes,  # as protocol 2 spells it
     ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): _Entry,
     **{("torch", name): getattr(torch, name) for name in _DTYPE_NAMES},
 }
 
 
-# What opening makes of it
+# What checking and opening make of it
 
-_Storages = dict[int, torch.storage.TypedStorage]
-_LEAVES = (str, bytes, int, float, torch.dtype)
+_LEAVES = (str, bytes, int, float, torch.dtype, type(None))
 _ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
 
-def _opened(content: object, reader: PayloadReader, storages: _Storages, depth: int) -> object:
-    """The content with tensors in place of their descriptions; a storage that several tensors view is opened once."""
-    if isinstance(content, _CudaTensor):
-        reader.opened = True
-        return reductions.rebuild_cuda_tensor(*content.arguments)
-    if isinstance(content, _Tensor):
-        return _open_tensor(content, reader, storages)
-    if content is None or isinstance(content, _LEAVES):
-        return content
-    if isinstance(content, _Entry):
-        if vars(content).keys() != _ENTRY_FIELDS:
-            raise RequestError(f"bucket metadata has the fields {sorted(vars(content))}, not {sorted(_ENTRY_FIELDS)}")
-        return BucketEntry(**vars(content))
+class _Budget:
+    """How many parts a payload may have: as many as it has bytes. Containers in each other would have no end."""
+
+    def __init__(self, parts: int) -> None:
+        self._left = parts
+
+    def spend(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise RequestError("the payload's containers hold each other")
+
+
+def _walk(content: object, leaf: Callable[[object], object], depth: int, budget: _Budget) -> object:
+    """The content with everything but dicts, lists and tuples replaced by ``leaf`` of it."""
+    budget.spend()
     if type(content) not in (dict, list, tuple):
-        raise RequestError(f"the payload holds a {type(content).__name__}, not tensors")
+        return leaf(content)
     if depth == 0:
         raise RequestError(f"the payload nests more than {_MAX_DEPTH} containers")
     if isinstance(content, dict):
-        return {key: _opened(value, reader, storages, depth - 1) for key, value in content.items()}
+        return {key: _walk(value, leaf, depth - 1, budget) for key, value in content.items()}
     assert isinstance(content, (list, tuple))
-    return type(content)([_opened(value, reader, storages, depth - 1) for value in content])
+    return type(content)([_walk(value, leaf, depth - 1, budget) for value in content])
 
 
-def _open_tensor(tensor: _Tensor, reader: PayloadReader, storages: _Storages) -> torch.Tensor:
-    typed = tensor.typed
-    storage = storages.get(id(typed))
-    if storage is None:
-        storage = storages[id(typed)] = _open_storage(typed, reader)
-    _check_extent(tensor.size, tensor.stride, tensor.offset, storage.dtype.itemsize, storage._untyped_storage.nbytes())
-    made: torch.Tensor = torch._utils._rebuild_tensor(storage, tensor.offset, tensor.size, tensor.stride)
-    return made
+def _checked(part: object) -> object:
+    """Metadata entries whole, descriptions of tensors and plain values as they are."""
+    if isinstance(part, _Entry):
+        if vars(part).keys() != _ENTRY_FIELDS:
+            raise RequestError(f"bucket metadata has the fields {sorted(vars(part))}, not {sorted(_ENTRY_FIELDS)}")
+        return BucketEntry(**vars(part))
+    if isinstance(part, (_Tensor, _CudaTensor, *_LEAVES)):
+        return part
+    raise RequestError(f"the payload holds a {type(part).__name__}, not tensors")
+
+
+class _Opener:
+    """Descriptions to tensors; a storage that several tensors view is opened once."""
+
+    def __init__(self, reader: PayloadReader) -> None:
+        self._reader = reader
+        self._storages: dict[int, torch.storage.TypedStorage] = {}
+
+    def __call__(self, part: object) -> object:
+        if isinstance(part, _CudaTensor):
+            self._reader.opened = True
+            return reductions.rebuild_cuda_tensor(*part.arguments)
+        if not isinstance(part, _Tensor):
+            return part
+        storage = self._storages.get(id(part.typed))
+        if storage is None:
+            storage = self._storages[id(part.typed)] = _open_storage(part.typed, self._reader)
+        nbytes = storage._untyped_storage.nbytes()
+        _check_extent(part.size, part.stride, part.offset, storage.dtype.itemsize, nbytes)
+        return torch._utils._rebuild_tensor(storage, part.offset, part.size, part.stride)
 
 
 def _open_storage(typed: _Typed, reader: PayloadReader) -> torch.storage.TypedStorage:

@@ -1,0 +1,344 @@
+"""Tensor names to pairs, and every fault that can be seen without a model."""
+
+import math
+
+import pytest
+import torch
+
+from sgld_lora_merge.pairs import PAIR_DTYPES, layer_name, pair_up, parse_name
+
+LAYER = "transformer_blocks.0.attn.to_q"
+
+
+def sides(layer="to_q", *, rank=2, inputs=6, outputs=4, dtype=torch.float32, suffix=""):
+    """The two named tensors of one layer, of random values."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(rank, inputs, generator=generator).to(dtype)
+    b = torch.randn(outputs, rank, generator=generator).to(dtype)
+    return [(f"{layer}.lora_A{suffix}", a), (f"{layer}.lora_B{suffix}", b)]
+
+
+def faults_of(named, **options):
+    return pair_up(named, **options).faults
+
+
+# names
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+@pytest.mark.parametrize(
+    "suffix", ["", ".weight", ".default", ".default.weight", ".actor-v2.weight", ".my.dotted.name", ".v1.5.weight"]
+)
+def test_every_name_form_of_the_contract_is_one_layer(prefix, suffix):
+    """Case N5 among them: the adapter segment is stripped."""
+    pairing = pair_up(sides(prefix + LAYER, suffix=suffix))
+
+    assert pairing.faults == ()
+    assert [pair.layer for pair in pairing.pairs] == [LAYER]
+
+
+def test_sides_of_one_layer_may_be_named_in_different_forms():
+    (_, a), (_, b) = sides()
+
+    pairing = pair_up([("to_q.lora_B.weight", b), ("base_model.model.to_q.lora_A", a)])
+
+    assert pairing.faults == ()
+    assert pairing.pairs[0].a is a
+    assert pairing.pairs[0].b is b
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [("x.lora_A", ""), ("x.lora_A.weight", ""), ("x.lora_A.default", "default"), ("x.lora_B.a.b.weight", "a.b")],
+)
+def test_parse_name_takes_the_adapter_segment_apart(name, adapter):
+    parsed = parse_name(name)
+
+    assert (parsed.layer, parsed.adapter) == ("x", adapter)
+    assert parsed.side == name[len("x.lora_")]
+
+
+def test_layer_name_strips_the_peft_prefix_once_and_only_in_front():
+    assert layer_name("base_model.model.x") == "x"
+    assert layer_name("x.base_model.model.y") == "x.base_model.model.y"
+
+
+def test_pairs_come_sorted_by_layer():
+    pairing = pair_up([*sides("c"), *sides("a"), *sides("b")])
+
+    assert [pair.layer for pair in pairing.pairs] == ["a", "b", "c"]
+
+
+def test_two_adapters_on_one_layer_are_an_error_naming_both():
+    """Case N4."""
+    faults = faults_of(sides(LAYER, suffix=".default.weight") + sides(LAYER, suffix=".old.weight"))
+
+    for side in "AB":
+        default, old = (f"{LAYER}.lora_{side}.{adapter}.weight" for adapter in ("default", "old"))
+        assert any(default in fault and old in fault for fault in faults)
+
+
+def test_sides_of_different_adapters_are_not_a_pair():
+    (_, a), (_, b) = sides()
+
+    (fault,) = faults_of([("x.lora_A.default.weight", a), ("x.lora_B.old.weight", b)])
+
+    assert "'x.lora_A.default.weight' and 'x.lora_B.old.weight' belong to different adapters" in fault
+
+
+def test_a_name_sent_twice_is_an_error():
+    faults = faults_of(sides() + sides()[:1])
+
+    assert faults == ("'to_q.lora_A' and 'to_q.lora_A' are the same lora_A",)
+
+
+def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
+    faults = faults_of(sides("x") + sides("base_model.model.x"))
+
+    assert "'base_model.model.x.lora_A' and 'x.lora_A' are the same lora_A" in faults
+    assert "'base_model.model.x.lora_B' and 'x.lora_B' are the same lora_B" in faults
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight", "kohya"),  # case N6
+        ("lora_unet_joint_blocks_0_context_block_attn_proj.alpha", "kohya"),
+        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "kohya"),
+        ("diffusion_model.blocks.0.to_q.lora_down.weight", "kohya"),
+        ("diffusion_model.blocks.0.to_q.alpha", "alpha"),  # case N7
+        ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
+        ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
+        ("to_q.dora_scale", "DoRA"),
+        ("to_q.lora_B.bias", "bias"),
+        ("to_q.lora_B.default.bias", "bias"),
+        ("to_q.lora_bias", "bias"),
+        ("to_q.bias", "bias"),
+        ("to_q.diff_b", "bias"),
+        ("to_q.diff", "full difference"),
+        ("to_q.set_weight", "full difference"),
+        ("embed.lora_embedding_A", "embedding"),
+        ("embed.lora_embedding_B.default", "embedding"),
+        ("to_q.weight", "not named <layer>.lora_A or <layer>.lora_B"),
+        ("to_q.lora_C.weight", "not named"),
+        ("lora_A", "not named"),
+        ("to_q.lora_A.", "not named"),
+        ("to_q.lora_AB", "not named"),
+        ("", "not named"),
+    ],
+)
+def test_any_other_name_is_refused_by_name_and_by_what_it_is(name, what):
+    (fault,) = faults_of([*sides(), (name, torch.ones(4))])
+
+    assert repr(name) in fault
+    assert what in fault
+
+
+# pairs
+
+
+@pytest.mark.parametrize(("present", "missing"), [("A", "B"), ("B", "A")])
+def test_half_a_pair_is_refused(present, missing):
+    named = [item for item in sides() if item[0].endswith(present)]
+
+    assert faults_of(named) == (f"'to_q' has lora_{present} but no lora_{missing}",)
+
+
+def test_ranks_of_the_two_sides_must_agree():
+    named = [sides(rank=2)[0], sides(rank=3)[1]]
+
+    assert faults_of(named) == ("'to_q': lora_A (2, 6) has rank 2, lora_B (4, 3) has rank 3",)
+
+
+def test_a_wrong_lora_rank_is_refused_with_both_numbers():
+    assert faults_of(sides(rank=2), rank=16) == ("'to_q' has rank 2, the request says lora_rank 16",)
+
+
+def test_the_right_lora_rank_is_accepted():
+    assert faults_of(sides(rank=2), rank=2) == ()
+
+
+def test_layers_with_a_scale_of_their_own_may_have_another_rank():
+    """Case S3: rank and alpha 8/16 everywhere, 32/128 on layer 3."""
+    named = sides("layers.1", rank=8) + sides("layers.3", rank=32)
+
+    pairing = pair_up(named, alpha=16, rank=8, layer_scaling={"layers.3": 4.0})
+
+    assert pairing.faults == ()
+    assert {pair.layer: (pair.rank, pair.scale) for pair in pairing.pairs} == {
+        "layers.1": (8, 2.0),
+        "layers.3": (32, 4.0),
+    }
+
+
+@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 1), (1, 2, 6, 1)])
+def test_a_side_has_two_dimensions(shape):
+    (_, _), b = sides()
+
+    (fault,) = faults_of([("to_q.lora_A", torch.ones(shape)), b])
+
+    assert fault == f"'to_q.lora_A' has shape {shape}; lora_A has two dimensions"
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)])
+def test_an_empty_side_is_refused_by_name(shape):
+    (_, _), b = sides()
+
+    (fault,) = faults_of([("to_q.lora_A", torch.ones(shape)), b])
+
+    assert fault == f"'to_q.lora_A' is empty: shape {shape}"
+
+
+@pytest.mark.parametrize("dtype", PAIR_DTYPES)
+def test_float32_and_both_16_bit_dtypes_are_merged(dtype):
+    pairing = pair_up(sides(dtype=dtype))
+
+    assert pairing.faults == ()
+    assert pairing.pairs[0].a.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.int8,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_any_other_dtype_is_refused_by_name(dtype):
+    faults = faults_of(sides(dtype=dtype))
+
+    assert faults == tuple(
+        f"'to_q.lora_{side}' has dtype {dtype}; float32, bfloat16 and float16 are merged" for side in "AB"
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("dtype", PAIR_DTYPES)
+def test_one_value_that_is_not_finite_is_refused_by_name(dtype, side, value):
+    """Case M8."""
+    named = sides("x", dtype=dtype) + sides("y", dtype=dtype)
+    named[side][1][1, 1] = value
+
+    assert faults_of(named) == (f"'x.lora_{'AB'[side]}' holds NaN or infinite values",)
+
+
+def test_a_pair_on_two_devices_is_refused():
+    a, (name, b) = sides()
+
+    (fault,) = faults_of([a, (name, b.to("meta"))])
+
+    assert fault == "'to_q': lora_A is on cpu, lora_B on meta"
+
+
+def test_an_empty_payload_is_refused():
+    assert faults_of([]) == ("the payload holds no lora_A / lora_B tensors",)
+
+
+# scales
+
+
+def test_sections_of_a_fused_layer_each_have_their_own_scale():
+    """Case F2: rank 2 and alpha 2 on q, k and v is 1.0 for each, not 0.333."""
+    pairing = pair_up([*sides("attn.q"), *sides("attn.k"), *sides("attn.v")], alpha=2, rank=2)
+
+    assert [pair.scale for pair in pairing.pairs] == [1.0, 1.0, 1.0]
+
+
+def test_layer_scaling_is_the_whole_scale_of_its_layer():
+    """Case S2: rsLoRA with rank and alpha 16 is 4.0."""
+    pairing = pair_up([*sides("x", rank=16), *sides("y", rank=16)], alpha=16, rank=16, layer_scaling={"x": 4.0})
+
+    assert pairing.faults == ()
+    assert [pair.scale for pair in pairing.pairs] == [4.0, 1.0]
+
+
+def test_layer_scaling_may_name_layers_as_peft_does():
+    pairing = pair_up(sides("x"), layer_scaling={"base_model.model.x": 0.5})
+
+    assert pairing.faults == ()
+    assert pairing.pairs[0].scale == 0.5
+
+
+def test_layer_scaling_for_a_layer_without_a_pair_is_refused_by_name():
+    faults = faults_of(sides("x"), layer_scaling={"x": 1.0, "z": 2.0, "y": 2.0})
+
+    assert faults == ("layer_scaling names layers that have no pair: y, z",)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 1e39])
+def test_layer_scaling_beyond_float32_is_refused_by_name_and_value(scale):
+    (fault,) = faults_of(sides("x"), layer_scaling={"x": scale})
+
+    assert "layer_scaling of 'x'" in fault
+    assert str(scale) in fault
+
+
+def test_an_alpha_beyond_float32_is_refused_by_value():
+    (fault,) = faults_of(sides("x"), alpha=1e300)
+
+    assert "lora_alpha 1e+300 over rank 2" in fault
+
+
+# everything that is wrong
+
+
+def test_all_faults_come_in_one_result():
+    nan = sides("nan")
+    nan[0][1][0, 0] = math.nan
+    named = [
+        *sides("good"),
+        *sides("twice"),
+        *sides("twice")[:1],
+        *sides("lone")[:1],
+        sides("uneven", rank=2)[0],
+        sides("uneven", rank=3)[1],
+        *sides("double", dtype=torch.float64),
+        *nan,
+        ("flat.lora_A", torch.ones(3)),
+        ("flat.lora_B", torch.ones(3, 1)),
+        ("hollow.lora_A", torch.ones(1, 0)),
+        ("hollow.lora_B", torch.ones(3, 1)),
+        ("dora.lora_magnitude_vector", torch.ones(3)),
+        *sides("other", rank=5),
+    ]
+
+    pairing = pair_up(named, rank=2, layer_scaling={"ghost": 1.0, "flat": 1.0})
+
+    for name in ("twice", "lone", "uneven", "double", "nan", "flat", "hollow", "dora", "other", "ghost"):
+        assert any(name in fault for fault in pairing.faults), name
+    assert not any("good" in fault for fault in pairing.faults)
+    assert "good" in [pair.layer for pair in pairing.pairs]
+
+
+def test_a_pair_that_is_wrong_in_two_ways_has_both_faults():
+    named = sides("x", rank=2)
+    named[1][1][0, 0] = math.nan
+
+    faults = faults_of(named, rank=16)
+
+    assert "'x' has rank 2, the request says lora_rank 16" in faults
+    assert "'x.lora_B' holds NaN or infinite values" in faults
+
+
+def test_pairs_are_the_senders_tensors_and_know_their_size():
+    a, b = sides(rank=2, inputs=6, outputs=4, dtype=torch.bfloat16)
+
+    (pair,) = pair_up([a, b]).pairs
+
+    assert pair.a is a[1]
+    assert pair.b is b[1]
+    assert (pair.rank, pair.nbytes) == (2, 2 * (2 * 6 + 4 * 2))
+
+
+def test_n7_the_prefix_of_original_checkpoints_is_handled():
+    named = [(f"diffusion_model.{name}", tensor) for name, tensor in sides("blocks.0.q")]
+
+    assert [pair.layer for pair in pair_up(named).pairs] == ["blocks.0.q"]
