@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgld_lora_merge.errors import LoraMergeError
+from server_patches.settings import positive_number
 
 API_KEY_VARIABLE = "SGLD_LORA_API_KEY"
 MAX_BODY_VARIABLE = "SGLD_LORA_MAX_BODY_MB"
@@ -47,13 +47,7 @@ def limits_from_environment(environ: Mapping[str, str] = os.environ) -> Limits:
     Raises:
         LoraMergeError: the limit is not a number above 0.
     """
-    value = environ.get(MAX_BODY_VARIABLE) or str(DEFAULT_MAX_BODY_MB)
-    try:
-        megabytes = float(value)
-    except ValueError:
-        megabytes = -1.0
-    if not 0 < megabytes < float("inf"):
-        raise LoraMergeError(f"{MAX_BODY_VARIABLE}={value!r} is not a number of MiB above 0")
+    megabytes = positive_number(MAX_BODY_VARIABLE, DEFAULT_MAX_BODY_MB, "MiB", environ)
     return Limits(environ.get(API_KEY_VARIABLE) or None, int(megabytes * 2**20))
 
 

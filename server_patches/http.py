@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -16,24 +16,30 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 from server_patches.guard import Guard, limits_from_environment
 from server_patches.record import Record, digest
 from server_patches.requests import MergeReq
-from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError
+from server_patches.settings import positive_number
+from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
     ErrorAnswer,
+    Model,
     ResetRequest,
     RollbackRequest,
+    TransactionRequest,
     UpdateAnswer,
     UpdateRequest,
     check_update,
     parse_fields,
     parse_json,
 )
+from sgld_lora_merge.staging import Bucket
 
 logger = logging.getLogger(__name__)
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-NOT_BUILT = ("verify", "commit", "abort", "upload", "metrics")
+NOT_BUILT = ("verify", "upload", "metrics")
+STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
+DEFAULT_STAGING_TIMEOUT_S = 600.0
 
 
 class MergeRoutes:
@@ -42,13 +48,18 @@ class MergeRoutes:
     Args:
         ask: sends a request to the workers and returns rank 0's output.
         dp_size: replicas of the engine.
+        staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
     """
 
-    def __init__(self, ask: Callable[[MergeReq], Awaitable[dict[str, Any]]], dp_size: int) -> None:
+    def __init__(
+        self, ask: Callable[[MergeReq], Awaitable[dict[str, Any]]], dp_size: int, staging_timeout_s: float
+    ) -> None:
         self.record = Record()
         self._ask_workers = ask
         self._dp_size = dp_size
+        self._staging_timeout_s = staging_timeout_s
         self._one_at_a_time = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["lora_merge"])
@@ -61,6 +72,8 @@ class MergeRoutes:
         router.get(STATUS_ROUTE)(self.status)
         router.post("/lora_merge/reset")(self.reset)
         router.post("/lora_merge/rollback")(self.rollback)
+        router.post("/lora_merge/commit")(self.commit)
+        router.post("/lora_merge/abort")(self.abort)
         for name in NOT_BUILT:
             router.api_route(f"/lora_merge/{name}", methods=["GET", "POST"], include_in_schema=False)(self.not_built)
         return router
@@ -75,11 +88,19 @@ class MergeRoutes:
 
     async def reset(self, request: Request) -> JSONResponse:
         """Bring the base weights back, bit for bit."""
-        return await _whole(self._step_back(request, "reset", ResetRequest))
+        return await _whole(self._asked(request, ResetRequest, self._reset))
 
     async def rollback(self, request: Request) -> JSONResponse:
         """Bring back what was live before the last update or reset, scales included; one step is kept."""
-        return await _whole(self._step_back(request, "rollback", RollbackRequest))
+        return await _whole(self._asked(request, RollbackRequest, self._rollback))
+
+    async def commit(self, request: Request) -> JSONResponse:
+        """Let a complete update go live that was sent with ``commit: false``."""
+        return await _whole(self._asked(request, TransactionRequest, self._commit))
+
+    async def abort(self, request: Request) -> JSONResponse:
+        """Drop an update that is not live yet."""
+        return await _whole(self._asked(request, TransactionRequest, self._abort))
 
     async def not_built(self, request: Request) -> JSONResponse:
         return _error(501, f"{request.url.path} is part of the contract but not built yet")
@@ -92,52 +113,103 @@ class MergeRoutes:
             logger.warning("the workers' LoRA merge state is not known: %s", error)
 
     async def _update(self, request: Request) -> JSONResponse:
-        update: UpdateRequest | None = None
-        body = b""
+        payloads = 0
         try:
             body = await request.body()
             update, ignored = parse_fields(UpdateRequest, parse_json(body))
+            payloads = len(update.serialized_named_tensors)
             check_update(update)
             self._refuse_replicas()
             async with self._one_at_a_time:
-                if (answered := self._answered_before(update.update_id, body)) is not None:
-                    return answered
-                output = await self._ask(_to_workers(update))
-                if output["status"] == 200:
-                    answer = _live_answer(update, output, ignored)
-                    self.record.finished(update.update_id, body, 200, answer, "")
-                    return JSONResponse(answer)
-            self.record.finished(update.update_id, body, output["status"], {}, output.get("reason", "engine"))
-            return _error(output["status"], output["message"], output["payload_opened"])
+                bucket = _bucket_of(update, body)
+                if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
+                    return JSONResponse(answered)
+                state = "live" if bucket is None else self.record.ledger.next_state(bucket)
+                output = await self._ask(_to_workers(update, goes_live=state == "live"))
+                if output["status"] != 200:
+                    self.record.failure(output["reason"])
+                    return _error(output["status"], output["message"], output["payload_opened"])
+                answer = _update_answer(update, output, ignored)
+                if bucket is not None:
+                    self._accept(bucket, answer)
+                self.record.received(len(body), live=state == "live")
+                return JSONResponse(answer)
         except LoraMergeError as error:
-            self.record.finished(None, body, error.status, {}, error.reason)
-            payloads = len(update.serialized_named_tensors) if update is not None else 0
+            self.record.failure(error.reason)
             return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
-    async def _step_back(
-        self, request: Request, operation: Literal["reset", "rollback"], body: type[ResetRequest | RollbackRequest]
+    def _accept(self, bucket: Bucket, answer: dict[str, Any]) -> None:
+        """Record an accepted bucket, say which update it put an end to, and give the next one its time."""
+        ledger = self.record.ledger
+        if (other := ledger.abandons(bucket)) is not None:
+            there = ledger.updates[other]
+            answer["message"] += f"; update {other!r} is abandoned with {len(there.buckets)} of {there.count} buckets"
+        ledger.accept(bucket, answer)
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if (open_id := self.record.ledger.open_id) is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._staging_timeout_s, lambda: loop.create_task(self._time_out(open_id)))
+
+    async def _time_out(self, update_id: str) -> None:
+        async with self._one_at_a_time:
+            if self.record.ledger.open_id == update_id:
+                logger.warning("update %r is abandoned: nothing came for %g s", update_id, self._staging_timeout_s)
+                await self._ask(MergeReq([], operation="abort", update_id=update_id))
+                self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")
+
+    async def _asked(
+        self, request: Request, model: type[Model], act: Callable[[Model], Awaitable[dict[str, Any]]]
     ) -> JSONResponse:
+        """A route without a payload: parse, act, answer."""
         try:
-            fields, ignored = parse_fields(body, parse_json(await request.body() or b"{}"))
+            fields, ignored = parse_fields(model, parse_json(await request.body() or b"{}"))
             self._refuse_replicas()
             async with self._one_at_a_time:
-                modules = getattr(fields, "target_modules", None)
-                output = await self._ask(MergeReq([], operation=operation, target_modules=modules))
-            if output["status"] != 200:
-                raise _as_error(output)
+                return JSONResponse({**await act(fields), "ignored_fields": ignored})
         except LoraMergeError as error:
-            self.record.failures[error.reason] += 1
+            self.record.failure(error.reason)
             return _error(error.status, str(error))
-        return JSONResponse(_merge_answer(output, ignored))
 
-    def _answered_before(self, update_id: str | None, body: bytes) -> JSONResponse | None:
-        """The answer that this very body got before; a lost answer can be retried."""
-        named = self.record.named.get(update_id) if update_id is not None else None
-        if named is None:
-            return None
-        if named.digest != digest(body):
-            raise ConflictError(f"update_id {update_id!r} is finished, and was sent with another body")
-        return JSONResponse(named.answer, status_code=named.status)
+    async def _reset(self, fields: ResetRequest) -> dict[str, Any]:
+        return _merge_answer(await self._good(MergeReq([], operation="reset", target_modules=fields.target_modules)))
+
+    async def _rollback(self, _: RollbackRequest) -> dict[str, Any]:
+        return _merge_answer(await self._good(MergeReq([], operation="rollback")))
+
+    async def _commit(self, fields: TransactionRequest) -> dict[str, Any]:
+        ledger = self.record.ledger
+        if (answered := ledger.to_commit(fields.update_id)) is not None:
+            return answered
+        version = ledger.updates[fields.update_id].terms["weight_version"]
+        req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=version)
+        answer = _merge_answer(await self._good(req))
+        ledger.committed(fields.update_id, answer)
+        self.record.received(0, live=True)
+        self._start_timer()
+        return answer
+
+    async def _abort(self, fields: TransactionRequest) -> dict[str, Any]:
+        self.record.ledger.check_abort(fields.update_id)
+        output = await self._good(MergeReq([], operation="abort", update_id=fields.update_id))
+        self.record.ledger.abandon(fields.update_id, "its sender aborted it")
+        self._start_timer()
+        return {"success": True, "message": output["message"]}
+
+    async def _good(self, req: MergeReq) -> dict[str, Any]:
+        """The workers' output, if it is a success.
+
+        Raises:
+            LoraMergeError: with their status and message.
+        """
+        output = await self._ask(req)
+        if output["status"] != 200:
+            raise _as_error(output)
+        return output
 
     async def _ask(self, req: MergeReq) -> dict[str, Any]:
         output = await self._ask_workers(req)
@@ -154,7 +226,8 @@ class MergeRoutes:
 
 def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
-    routes = MergeRoutes(_ask_scheduler, server_args.dp_size)
+    timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
+    routes = MergeRoutes(_ask_scheduler, server_args.dp_size, timeout_s)
     app.state.sgld_lora_merge = routes
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
@@ -184,7 +257,21 @@ async def _ask_scheduler(req: MergeReq) -> dict[str, Any]:
     return output
 
 
-def _to_workers(update: UpdateRequest) -> MergeReq:
+def _bucket_of(update: UpdateRequest, body: bytes) -> Bucket | None:
+    if update.update_id is None:
+        return None
+    same = ("lora_alpha", "lora_rank", "weight_version", "weight_update_mode")
+    return Bucket(
+        update_id=update.update_id,
+        index=update.bucket_index or 0,
+        count=update.num_buckets or 1,
+        digest=digest(body),
+        terms={name: getattr(update, name) for name in same},
+        hold=update.commit is False,
+    )
+
+
+def _to_workers(update: UpdateRequest, *, goes_live: bool) -> MergeReq:
     return MergeReq(
         serialized_named_tensors=list(update.serialized_named_tensors),
         payload_gpu_uuids=update.payload_gpu_uuids,
@@ -193,23 +280,23 @@ def _to_workers(update: UpdateRequest) -> MergeReq:
         weight_update_mode=update.weight_update_mode,
         lora_alpha=update.lora_alpha,
         lora_rank=update.lora_rank,
-        whole=update.update_id is not None,
+        update_id=update.update_id,
+        goes_live=goes_live,
         allow_partial=bool(update.allow_partial),
         layer_scaling=update.layer_scaling,
         weight_version=update.weight_version,
     )
 
 
-def _live_answer(update: UpdateRequest, output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+def _update_answer(update: UpdateRequest, output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     if update.weight_update_mode == LORA_MERGE:
-        return _merge_answer(output, ignored)
+        return {**_merge_answer(output), "ignored_fields": ignored}
     full = ("message", "weight_version", "payload_opened")
     return {"success": True, **{name: output[name] for name in full}, "ignored_fields": ignored}
 
 
-def _merge_answer(output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    known = {name: value for name, value in output.items() if name in UpdateAnswer.model_fields}
-    return UpdateAnswer(**known, ignored_fields=ignored).model_dump()
+def _merge_answer(output: dict[str, Any]) -> dict[str, Any]:
+    return UpdateAnswer(**{name: output[name] for name in UpdateAnswer.model_fields if name in output}).model_dump()
 
 
 def _as_error(output: dict[str, Any]) -> LoraMergeError:

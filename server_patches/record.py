@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago
+from sgld_lora_merge.staging import Ledger
+
 SHOWN_UPDATES = 16
-
-
-@dataclass
-class NamedUpdate:
-    """What became of one ``update_id``: the digest of its body and the answer it got, to be given again."""
-
-    digest: str
-    status: int
-    answer: dict[str, Any]
 
 
 @dataclass
@@ -28,37 +20,43 @@ class Record:
     modules: dict[str, Any] = field(default_factory=dict)
     as_of: float | None = None
     failed: str | None = None
+    staged_bytes: int = 0
     live_updates: int = 0
     payload_bytes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    named: OrderedDict[str, NamedUpdate] = field(default_factory=OrderedDict)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def heard(self, output: dict[str, Any]) -> None:
         """Take in a worker's report of its modules' state."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
+        self.staged_bytes = output["staged_bytes"]
 
-    def finished(self, update_id: str | None, body: bytes, status: int, answer: dict[str, Any], reason: str) -> None:
-        """Count an update; one that is live keeps its answer under its ``update_id``."""
-        if status != 200:
-            self.failures[reason] += 1
-            return
-        self.live_updates += 1
-        self.payload_bytes += len(body)
-        if update_id is not None:
-            self.named[update_id] = NamedUpdate(digest(body), status, answer)
-            while len(self.named) > KEPT_UPDATES:
-                self.named.popitem(last=False)
+    def failure(self, reason: str) -> None:
+        self.failures[reason] += 1
+
+    def received(self, nbytes: int, *, live: bool) -> None:
+        """Count the bytes of a request that was accepted, and the update if it is live with it."""
+        self.live_updates += live
+        self.payload_bytes += nbytes
 
     def status(self) -> dict[str, Any]:
         """The body of ``GET /lora_merge/status``; times are seconds since the epoch."""
-        last = list(self.named.items())[-SHOWN_UPDATES:]
+        last = list(self.ledger.updates.items())[-SHOWN_UPDATES:]
         return {
             "success": self.failed is None,
             "message": self.failed or "ok",
             "modules": self.modules,
             "totals": {"updates": self.live_updates, "failures": dict(self.failures), "bytes": self.payload_bytes},
+            "staged_bytes": self.staged_bytes,
             "updates": [
-                {"update_id": name, "state": "live", "weight_version": update.answer.get("weight_version")}
+                {
+                    "update_id": name,
+                    "state": update.state,
+                    "reason": update.reason or None,
+                    "weight_version": update.terms.get("weight_version"),
+                    "num_buckets": update.count,
+                    "buckets": update.buckets,
+                }
                 for name, update in last
             ],
             "as_of": self.as_of,

@@ -16,8 +16,9 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     because its scheduler looks handlers up by exact type. Pickled on its way, so it holds plain data only.
     """
 
-    operation: Literal["update", "reset", "rollback", "status"] = "update"
-    whole: bool = False
+    operation: Literal["update", "commit", "abort", "reset", "rollback", "status"] = "update"
     allow_partial: bool = False
     layer_scaling: dict[str, dict[str, float]] | None = None
     weight_version: str | None = None
+    update_id: str | None = None
+    goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit

@@ -11,12 +11,11 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.multimodal_gen.runtime.cache.conditioning import invalidate_conditioning_caches
@@ -32,10 +31,11 @@ from torch import nn
 from server_patches.agreement import Silence, gather
 from server_patches.layers import EngineModule
 from server_patches.requests import MergeReq
-from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
+from server_patches.settings import positive_number
+from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan, own_copy
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some, summarise
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import pair_up
+from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.protocol import LORA_MERGE
@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+MAX_STAGED_VARIABLE = "SGLD_LORA_MAX_STAGED_MB"
+DEFAULT_MAX_STAGED_MB = 16384.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,45 @@ class Refused(LoraMergeError):
         self.verdicts = verdicts
 
 
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Buckets of one update, in this rank's own memory.
+
+    Attributes:
+        pairs: by module; copies.
+        nbytes: of all pairs.
+    """
+
+    update_id: str
+    pairs: Mapping[str, Sequence[Pair]]
+    nbytes: int
+
+    def with_bucket(self, added: Mapping[str, Sequence[Pair]], limit: int) -> Staged:
+        """One bucket more.
+
+        Raises:
+            TooMuchStaged: over ``limit`` bytes.
+        """
+        nbytes = self.nbytes + sum(pair.nbytes for pairs in added.values() for pair in pairs)
+        if nbytes > limit:
+            raise TooMuchStaged(
+                f"update {self.update_id!r} would stage {nbytes} bytes, the limit is {limit} ({MAX_STAGED_VARIABLE})"
+            )
+        copies = {module: [own_copy(pair) for pair in pairs] for module, pairs in added.items()}
+        modules = {**self.pairs, **copies}
+        return Staged(self.update_id, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes)
+
+    def updates(self) -> list[ModuleUpdate]:
+        return [ModuleUpdate(module, pairs, whole=True) for module, pairs in self.pairs.items()]
+
+
+class TooMuchStaged(LoraMergeError):
+    """Staged bytes over their limit."""
+
+    status = 413
+    reason = "too_large"
+
+
 class MergeWorker:
     """One rank's side of every request of ours.
 
@@ -91,13 +134,18 @@ class MergeWorker:
         replica: the ranks that serve one request together.
         precision: of every merge.
         timeout_s: how long a rank waits for the others.
+        max_staged_bytes: of one update's buckets, on this rank.
     """
 
-    def __init__(self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float) -> None:
+    def __init__(
+        self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float, max_staged_bytes: int
+    ) -> None:
         self.gpu_worker = gpu_worker
         self.engine = MergeEngine(self._views, precision)
         self._replica = replica
         self._timeout_s = timeout_s
+        self._max_staged_bytes = max_staged_bytes
+        self._staged: Staged | None = None
         self._cached_views: dict[str, tuple[nn.Module, EngineModule]] = {}
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
@@ -119,10 +167,20 @@ class MergeWorker:
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
                     answer = self._go_live(self._plan_rollback, req, clock, opened)
-                case _ if req.weight_update_mode == LORA_MERGE:
-                    answer = self._go_live(self._plan_update, req, clock, opened)
-                case _:
+                case "commit":
+                    answer = self._go_live(self._plan_commit, req, clock, opened)
+                    self._staged = None
+                case "abort":
+                    self._staged = None
+                    answer = {"message": f"update {req.update_id!r} is aborted"}
+                case _ if req.weight_update_mode != LORA_MERGE:
                     answer = self._full_update(req, opened)
+                case _ if req.goes_live:
+                    answer = self._go_live(self._plan_update, req, clock, opened)
+                    if self._staged is not None and req.update_id is not None:
+                        self._staged = None  # merged with this bucket, or abandoned by it
+                case _:
+                    answer = self._stage(req, clock, opened)
             output = {"status": 200, "success": True, **answer}
         except LoraMergeError as error:
             if isinstance(error, NotTogether):
@@ -136,8 +194,32 @@ class MergeWorker:
                 "success": False,
                 "message": f"{type(error).__name__}: {error}",
             }
-        output |= {"payload_opened": opened, "snapshot": self.snapshot(), "failed": self._failed}
+        output |= {
+            "payload_opened": opened,
+            "snapshot": self.snapshot(),
+            "failed": self._failed,
+            "staged_bytes": self._staged.nbytes if self._staged is not None else 0,
+        }
         return OutputBatch(output=output, error=None if output["success"] else output["message"])
+
+    def _stage(self, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
+        """Keep a bucket of an update that is not complete, once every rank has found it good."""
+        verdict, checked = self._judge(lambda: self._check_bucket(req, clock), clock)
+        opened[self._replica.rank_in_group] = verdict.opened
+        verdicts = self._agree(verdict)
+        opened[:] = [each.opened for each in verdicts]
+        _raise_if_bad(verdicts)
+        assert checked is not None
+        self._staged, layers, skipped = checked
+        module = next(iter(req.target_modules or []))
+        return {
+            "message": f"a bucket of {layers} LoRA layers of update {req.update_id!r} is staged; nothing is live yet",
+            "weight_version": self.engine.state(module).weight_version,
+            "state": "staged",
+            "layers": layers,
+            "skipped": skipped,
+            "timings_ms": clock.milliseconds(),
+        }
 
     def _go_live(self, make_plan: Any, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
         verdict, plan = self._judge(lambda: make_plan(req, clock), clock)
@@ -192,20 +274,64 @@ class MergeWorker:
 
     # phases
 
-    def _judge(self, make_plan: Any, clock: _Clock) -> tuple[Verdict, Plan | None]:
-        """This rank's plan and its verdict on it."""
-        plan = None
+    def _judge(self, work: Callable[[], Result], clock: _Clock) -> tuple[Verdict, Result | None]:
+        """What this rank makes of a request, and its verdict on it."""
+        result = None
         try:
-            plan = make_plan()
+            result = work()
             verdict = Verdict()
         except LoraMergeError as error:
             verdict = _verdict_of(error)
         except Exception as error:
             logger.exception("the update could not be planned")
             verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
-        return replace(verdict, opened=clock.opened), plan
+        return replace(verdict, opened=clock.opened), result
 
     def _plan_update(self, req: MergeReq, clock: _Clock) -> Plan:
+        updates = self._read(req, clock)
+        with clock.stage("validate"):
+            return self.engine.plan(self._with_staged(req, updates))
+
+    def _plan_commit(self, req: MergeReq, clock: _Clock) -> Plan:
+        staged = self._staged
+        if staged is None or staged.update_id != req.update_id:
+            raise ConflictError(f"update {req.update_id!r} is not staged here")
+        self._refuse_states(list(staged.pairs))
+        with clock.stage("validate"):
+            return self.engine.plan(staged.updates())
+
+    def _check_bucket(self, req: MergeReq, clock: _Clock) -> tuple[Staged, int, list[str]]:
+        """The staged update with this bucket added, how many layers the bucket has, and those it left out."""
+        updates = self._read(req, clock)
+        with clock.stage("validate"):
+            plans = self.engine.check(self._with_staged(req, updates))
+            skipped = {plan.module: set(plan.skipped) for plan in plans}
+            known = {
+                update.module: [pair for pair in update.pairs if pair.layer not in skipped[update.module]]
+                for update in updates
+            }
+            staged = self._staged_for(req).with_bucket(known, self._max_staged_bytes)
+        return staged, sum(map(len, known.values())), [layer for plan in plans for layer in plan.skipped]
+
+    def _staged_for(self, req: MergeReq) -> Staged:
+        """What is staged of this request's update; another update's is abandoned by it."""
+        if self._staged is not None and self._staged.update_id == req.update_id:
+            return self._staged
+        return Staged(req.update_id or "", {}, 0)
+
+    def _with_staged(self, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
+        """The request's pairs and those of the buckets before it."""
+        if req.update_id is None:
+            return updates
+        staged = self._staged_for(req).pairs
+        joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
+        named = {update.module for update in updates}
+        return joined + [
+            ModuleUpdate(module, pairs, whole=True) for module, pairs in staged.items() if module not in named
+        ]
+
+    def _read(self, req: MergeReq, clock: _Clock) -> list[ModuleUpdate]:
+        """Own payload to pairs by module."""
         self._refuse_states(req.target_modules or [])
         with clock.stage("deserialize"):
             shared = len(req.serialized_named_tensors) < self._replica.world_size
@@ -229,8 +355,8 @@ class MergeWorker:
                 faults = list(pairing.faults)
                 if (view := self._views().get(name)) is not None and not faults:
                     faults += view.objections(pairing.pairs)
-                updates.append(ModuleUpdate(name, pairing.pairs, req.whole, req.allow_partial, faults))
-            return self.engine.plan(updates)
+                updates.append(ModuleUpdate(name, pairing.pairs, req.update_id is not None, req.allow_partial, faults))
+            return updates
 
     def _plan_reset(self, req: MergeReq, clock: _Clock) -> Plan:
         self._refuse_states(req.target_modules or [])
@@ -394,7 +520,7 @@ class MergeWorker:
             state = self.engine.state(name)
             pairs = state.pairs
             modules[name] = {
-                "state": "failed" if self._failed else "merged" if state.live else "base",
+                "state": self._state_of(name),
                 "weight_version": state.weight_version,
                 "layers": len({pair.layer for pair in pairs}),
                 "rank": _only({pair.rank for pair in pairs}),
@@ -406,6 +532,13 @@ class MergeWorker:
                 "timings_ms": self._timings.get(name, {}),
             }
         return modules
+
+    def _state_of(self, module: str) -> str:
+        if self._failed is not None:
+            return "failed"
+        if self._staged is not None and module in self._staged.pairs:
+            return "staging"
+        return "merged" if self.engine.state(module).live else "base"
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
@@ -443,7 +576,7 @@ class _Clock:
         try:
             yield
         finally:
-            self._stages[name] = (time.perf_counter() - started) * 1e3
+            self._stages[name] = self._stages.get(name, 0.0) + (time.perf_counter() - started) * 1e3
 
     def milliseconds(self) -> dict[str, float]:
         stages = {"deserialize": 0.0, "validate": 0.0, "merge": 0.0, **self._stages}
@@ -456,14 +589,13 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
     Raises:
         LoraMergeError: a variable has a value that means nothing.
     """
-    value = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
-    try:
-        timeout_s = float(value)
-    except ValueError:
-        timeout_s = -1.0
-    if not 0 < timeout_s < float("inf"):
-        raise LoraMergeError(f"{TIMEOUT_VARIABLE}={value!r} is not a number of seconds above 0")
-    return MergeWorker(gpu_worker, get_replica_group(), precision_from_environment(), timeout_s)
+    return MergeWorker(
+        gpu_worker,
+        get_replica_group(),
+        precision_from_environment(),
+        positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
+        int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
+    )
 
 
 def _with_payload(req: Any, payload: str) -> Any:

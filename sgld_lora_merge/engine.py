@@ -131,6 +131,14 @@ class MergeEngine:
         Raises:
             RequestError: with every fault of every module.
         """
+        return self._allocate(self.check(updates))
+
+    def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
+        """Resolve and check only, for an update that is not complete yet.
+
+        Raises:
+            RequestError: with every fault of every module.
+        """
         views = self._modules()
         plans: list[ModulePlan] = []
         named = Counter(update.module for update in updates)
@@ -149,7 +157,7 @@ class MergeEngine:
         faults.extend(self._tied(plans, views))
         if faults:
             raise RequestError(*faults)
-        return self._allocate(plans)
+        return plans
 
     def plan_reset(self, modules: Iterable[str] | None = None) -> Plan:
         """A plan that brings the base weight back in the named modules, or in all.
@@ -243,7 +251,7 @@ class MergeEngine:
             after = {}
             for key, new in plan.after.items():
                 if id(new.pair) not in copies:
-                    copies[id(new.pair)] = _own_copy(new.pair)
+                    copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
                 after[key] = Placed(copies[id(new.pair)], new.target)
             view = self._modules()[plan.module]
             snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in state.store}
@@ -346,12 +354,12 @@ def _rows(view: ModuleView, target: Target) -> torch.Tensor:
     return view.weight(target.weight)[target.rows.start : target.rows.stop]
 
 
-def _own_copy(pair: Pair) -> Pair:
+def own_copy(pair: Pair) -> Pair:
     """The pair in memory of the engine's own, on the host."""
     a, b = (
         torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in (pair.a, pair.b)
     )  # a copy even where the sender's tensor is on the host too
-    return Pair(pair.layer, a, b, pair.scale)
+    return Pair(pair.layer, a, b, pair.scale, owned=True)
 
 
 def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:

@@ -35,12 +35,14 @@ class Pair:
         a: ``[rank, in_features]``, float32, bfloat16 or float16.
         b: ``[out_features, rank]``, float32, bfloat16 or float16.
         scale: the whole scale, finite as a float32.
+        owned: the tensors are the engine's own, so that nobody else writes them.
     """
 
     layer: str
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    owned: bool = False
 
     @property
     def rank(self) -> int:

@@ -77,6 +77,14 @@ class RollbackRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+class TransactionRequest(BaseModel):
+    """Body of ``POST /lora_merge/commit`` and ``/lora_merge/abort``."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    update_id: str
+
+
 class ModuleAnswer(BaseModel):
     """What an update did to one module."""
 
@@ -86,12 +94,16 @@ class ModuleAnswer(BaseModel):
 
 
 class UpdateAnswer(BaseModel):
-    """Answer to an update that is live on every rank."""
+    """Answer to an update that is live on every rank, or to a bucket that is staged on every rank.
+
+    Staged: nothing has changed yet; ``layers`` counts this bucket, ``weight_version`` is the live one, and the fields
+    that only a merge knows are null.
+    """
 
     success: Literal[True] = True
     message: str
     weight_version: str | None
-    state: Literal["live"] = "live"
+    state: Literal["live", "staged"] = "live"
     layers: int
     skipped: list[str] = []
     ignored_fields: list[str] = []
@@ -198,10 +210,8 @@ def _transaction_faults(request: UpdateRequest) -> list[str]:
             faults.append(f"num_buckets is {request.num_buckets}; it is at least 1")
         elif not 0 <= request.bucket_index < request.num_buckets:
             faults.append(f"bucket_index {request.bucket_index} is outside 0 to {request.num_buckets - 1}")
-        if request.num_buckets > 1:
-            faults.append(f"num_buckets is {request.num_buckets}: updates of several buckets are not built yet")
-    if request.commit is False:
-        faults.append("commit: false is not built yet; an update goes live when its bucket has arrived")
+    if request.commit is False and request.update_id is None:
+        faults.append("commit: false needs an update_id, by which it is committed later")
     return faults
 
 

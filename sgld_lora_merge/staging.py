@@ -1,0 +1,159 @@
+"""An update that arrives in buckets: which ones are there, what was answered, and what becomes of the update.
+
+    staging     some buckets have arrived
+    staged      all have, and the sender wants to commit by itself
+    live        the last bucket, or the commit, has been merged
+    abandoned   another update was begun, the sender aborted it, or its time ran out
+
+Pure bookkeeping by names and digests; the tensors are where the merge is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgld_lora_merge.errors import ConflictError
+
+KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago
+COMMIT = -1  # place of a commit among the requests of an update
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One request of an update.
+
+    Attributes:
+        update_id: the update it belongs to.
+        index, count: its place among the update's buckets.
+        digest: of the whole request body; the same bytes are the same request.
+        terms: what must be the same in all buckets, by field name.
+        hold: the sender will commit the complete update by itself.
+    """
+
+    update_id: str
+    index: int
+    count: int
+    digest: str
+    terms: Mapping[str, Any]
+    hold: bool = False
+
+
+@dataclass
+class NamedUpdate:
+    """What is known of one ``update_id``."""
+
+    count: int
+    terms: Mapping[str, Any]
+    hold: bool = False
+    state: str = "staging"
+    reason: str = ""
+    answers: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def buckets(self) -> list[int]:
+        return sorted(index for index in self.answers if index != COMMIT)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("staging", "staged")
+
+
+class Ledger:
+    """Every update of one engine by its id, the oldest forgotten first. At most one is open."""
+
+    def __init__(self) -> None:
+        self.updates: OrderedDict[str, NamedUpdate] = OrderedDict()
+
+    @property
+    def open_id(self) -> str | None:
+        """The update that has begun and is neither live nor abandoned."""
+        return next((name for name, update in reversed(self.updates.items()) if update.is_open), None)
+
+    def admit(self, bucket: Bucket) -> dict[str, Any] | None:
+        """The answer that this very request got before, or None for one to be worked on.
+
+        Raises:
+            ConflictError: the bucket has no place in its update.
+        """
+        update = self.updates.get(bucket.update_id)
+        if update is None:
+            return None
+        name = f"update_id {bucket.update_id!r}"
+        if update.state == "abandoned":
+            raise ConflictError(f"{name} was abandoned: {update.reason}. Send the update again under another id")
+        digest, answer = update.answers.get(bucket.index, (None, None))
+        if digest == bucket.digest:
+            return answer
+        if not update.is_open:
+            raise ConflictError(f"{name} is live, and this is another request than it was made of")
+        if digest is not None:
+            raise ConflictError(f"bucket {bucket.index} of {name} has arrived with other bytes")
+        mine = {"num_buckets": bucket.count, **bucket.terms}
+        first = {"num_buckets": update.count, **update.terms}
+        if differing := [field for field, value in mine.items() if value != first[field]]:
+            told = "; ".join(f"{field} is {mine[field]!r} here, {first[field]!r} before" for field in differing)
+            raise ConflictError(f"the buckets of {name} differ: {told}")
+        return None
+
+    def next_state(self, bucket: Bucket) -> str:
+        """What an admitted bucket makes of its update: "staging", "staged", or "live"."""
+        update = self.updates.get(bucket.update_id)
+        if len(update.buckets if update else []) + 1 < bucket.count:
+            return "staging"
+        return "staged" if bucket.hold or (update is not None and update.hold) else "live"
+
+    def abandons(self, bucket: Bucket) -> str | None:
+        """The open update that an admitted bucket of another one puts an end to."""
+        return self.open_id if self.open_id != bucket.update_id else None
+
+    def accept(self, bucket: Bucket, answer: dict[str, Any]) -> None:
+        """Record what an admitted bucket was answered; its update is now in `next_state`."""
+        state = self.next_state(bucket)
+        if (other := self.abandons(bucket)) is not None:
+            self.abandon(other, f"update {bucket.update_id!r} was begun before it was complete")
+        update = self.updates.setdefault(bucket.update_id, NamedUpdate(bucket.count, bucket.terms))
+        update.answers[bucket.index] = (bucket.digest, answer)
+        update.state, update.hold = state, update.hold or bucket.hold
+        while len(self.updates) > KEPT_UPDATES:
+            self.updates.popitem(last=False)
+
+    def to_commit(self, update_id: str) -> dict[str, Any] | None:
+        """The answer that the commit of this update got before, or None for a complete one that waits for it.
+
+        Raises:
+            ConflictError: the update is unknown, incomplete, abandoned, or went live without a commit.
+        """
+        update = self.updates.get(update_id)
+        if update is not None and update.state == "staged":
+            return None
+        if update is not None and update.state == "live" and COMMIT in update.answers:
+            return update.answers[COMMIT][1]
+        raise ConflictError(f"update_id {update_id!r} cannot be committed: {self._told(update)}")
+
+    def committed(self, update_id: str, answer: dict[str, Any]) -> None:
+        update = self.updates[update_id]
+        update.state = "live"
+        update.answers[COMMIT] = ("", answer)
+
+    def check_abort(self, update_id: str) -> None:
+        """
+        Raises:
+            ConflictError: the update is not open.
+        """
+        update = self.updates.get(update_id)
+        if update is None or not update.is_open:
+            raise ConflictError(f"update_id {update_id!r} cannot be aborted: {self._told(update)}")
+
+    def abandon(self, update_id: str, reason: str) -> None:
+        update = self.updates[update_id]
+        update.state, update.reason = "abandoned", reason
+
+    def _told(self, update: NamedUpdate | None) -> str:
+        if update is None:
+            return "no bucket of it has arrived"
+        if update.state == "staging":
+            return f"buckets {update.buckets} of {update.count} have arrived"
+        return f"it is {update.state}" + (f": {update.reason}" if update.reason else "")

@@ -1,0 +1,141 @@
+"""The bookkeeping of updates that arrive in buckets."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgld_lora_merge.errors import ConflictError
+from sgld_lora_merge.staging import KEPT_UPDATES, Bucket, Ledger
+
+TERMS = {"lora_alpha": 8, "weight_version": "1"}
+
+
+def bucket(index=0, count=3, update_id="u", digest=None, terms=TERMS, hold=False):
+    return Bucket(update_id, index, count, digest or f"digest of {index}", terms, hold)
+
+
+def sent(ledger, *buckets):
+    """Admit and accept; the states that the update went through."""
+    states = []
+    for each in buckets:
+        assert ledger.admit(each) is None
+        states.append(ledger.next_state(each))
+        ledger.accept(each, {"message": f"bucket {each.index}"})
+    return states
+
+
+def conflict(ledger, each):
+    with pytest.raises(ConflictError) as error:
+        ledger.admit(each)
+    return str(error.value)
+
+
+def test_an_update_is_live_with_its_last_bucket_whatever_the_order():
+    assert sent(Ledger(), bucket(2), bucket(0), bucket(1)) == ["staging", "staging", "live"]
+
+
+def test_an_update_of_one_bucket_is_live_at_once():
+    assert sent(Ledger(), bucket(0, count=1)) == ["live"]
+
+
+def test_a_complete_update_may_wait_for_its_commit():
+    ledger = Ledger()
+    assert sent(ledger, bucket(0, hold=True), bucket(1), bucket(2)) == ["staging", "staging", "staged"]
+    assert ledger.to_commit("u") is None
+    ledger.committed("u", {"message": "live"})
+    assert ledger.updates["u"].state == "live"
+    assert ledger.to_commit("u") == {"message": "live"}
+    assert ledger.updates["u"].buckets == [0, 1, 2]
+
+
+def test_the_same_request_gets_its_answer_again_also_after_it_is_live():
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    assert ledger.admit(bucket(0)) == {"message": "bucket 0"}
+    sent(ledger, bucket(1), bucket(2))
+    assert ledger.admit(bucket(0)) == {"message": "bucket 0"}
+    assert ledger.admit(bucket(2)) == {"message": "bucket 2"}
+
+
+def test_a_bucket_with_other_bytes_is_a_conflict():
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    assert "bucket 0 of update_id 'u' has arrived with other bytes" in conflict(ledger, bucket(0, digest="other"))
+
+
+def test_anything_else_for_a_live_update_is_a_conflict():
+    ledger = Ledger()
+    sent(ledger, bucket(0, count=1))
+    assert "is live" in conflict(ledger, bucket(0, count=1, digest="other"))
+    assert "is live" in conflict(ledger, bucket(1, count=2))
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (bucket(1, count=4), "num_buckets is 4 here, 3 before"),
+        (bucket(1, terms=TERMS | {"lora_alpha": 9}), "lora_alpha is 9 here, 8 before"),
+        (bucket(1, terms=TERMS | {"weight_version": "2"}), "weight_version is '2' here, '1' before"),
+    ],
+)
+def test_buckets_that_differ_in_their_terms_are_a_conflict(other, told):
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    assert told in conflict(ledger, other)
+
+
+def test_a_new_update_abandons_an_unfinished_one():
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    other = bucket(0, update_id="v")
+    assert ledger.abandons(other) == "u"
+    sent(ledger, other)
+    assert ledger.open_id == "v"
+    assert "was abandoned: update 'v' was begun before it was complete" in conflict(ledger, bucket(1))
+    assert "was abandoned" in conflict(ledger, bucket(0))
+
+
+def test_a_live_update_is_not_abandoned():
+    ledger = Ledger()
+    sent(ledger, bucket(0, count=1), bucket(0, update_id="v"))
+    assert ledger.updates["u"].state == "live"
+
+
+def test_a_refused_bucket_leaves_no_trace():
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    assert ledger.admit(bucket(1, digest="refused")) is None
+    assert sent(ledger, bucket(1), bucket(2)) == ["staging", "live"]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "told"),
+    [
+        ([], "no bucket of it has arrived"),
+        ([bucket(2), bucket(0)], r"buckets \[0, 2\] of 3 have arrived"),
+        ([bucket(0, count=1)], "it is live"),
+    ],
+)
+def test_what_cannot_be_committed(buckets, told):
+    ledger = Ledger()
+    sent(ledger, *buckets)
+    with pytest.raises(ConflictError, match=f"'u' cannot be committed: {told}"):
+        ledger.to_commit("u")
+
+
+def test_an_open_update_may_be_aborted_once():
+    ledger = Ledger()
+    sent(ledger, bucket(0))
+    ledger.check_abort("u")
+    ledger.abandon("u", "its sender aborted it")
+    with pytest.raises(ConflictError, match="cannot be aborted: it is abandoned: its sender aborted it"):
+        ledger.check_abort("u")
+    assert ledger.open_id is None
+
+
+def test_old_updates_are_forgotten():
+    ledger = Ledger()
+    for number in range(KEPT_UPDATES + 2):
+        sent(ledger, bucket(0, count=1, update_id=str(number)))
+    assert len(ledger.updates) == KEPT_UPDATES
+    assert "1" not in ledger.updates
