@@ -66,10 +66,24 @@ def patches() -> tuple[Patch, ...]:
             "sglang announces weight loads to plugins",
         ),
         Patch(
+            _ROOT + "managers.gpu_worker.GPUWorker.execute_forward",
+            "AFTER",
+            hooks.stamp_output,
+            "an output does not say which weights it was made with",
+            "sglang reports a weight_version",
+        ),
+        Patch(
+            _ROOT + "managers.scheduler.Scheduler.return_result",
+            "BEFORE",
+            hooks.stamp_returned,
+            "outputs that were split from a batch are new objects",
+            "sglang reports a weight_version",
+        ),
+        Patch(
             _ROOT + "scheduler_client.AsyncSchedulerClient.forward",
             "AROUND",
-            hooks.notice_control_request,
-            "updates by sglang's own routes change what the status route must show",
+            hooks.notice_answer,
+            "the stamp has to reach the HTTP answer, and sglang's own weight routes change what the status must show",
             "sglang announces weight loads to plugins",
         ),
     )

@@ -67,14 +67,30 @@ def give_base_back(pipeline: Any, *_: Any, **__: Any) -> None:
         _worker.give_base_back()
 
 
-async def notice_control_request(
+def stamp_output(output: Any, *_: Any, **__: Any) -> None:
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
+
+    from server_patches.versions import stamp
+
+    if _worker is not None and isinstance(output, OutputBatch):
+        stamp(output, _worker.versions())
+
+
+def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
+    stamp_output(output)
+
+
+async def notice_answer(
     original: Callable[..., Awaitable[Any]], client: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
 
     from server_patches.requests import MergeReq
+    from server_patches.versions import note
 
     result = await original(client, batch, *args, **kwargs)
-    if _routes is not None and isinstance(batch, _CONTROL_REQ_TYPES) and not isinstance(batch, MergeReq):
+    if not isinstance(batch, _CONTROL_REQ_TYPES):
+        note(result)
+    elif _routes is not None and not isinstance(batch, MergeReq):
         await _routes.refresh()
     return result

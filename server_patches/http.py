@@ -17,6 +17,7 @@ from server_patches.guard import Guard, limits_from_environment
 from server_patches.record import Record, digest
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
+from server_patches.versions import VersionHeader, header_value
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -74,6 +75,7 @@ class MergeRoutes:
         router.post("/lora_merge/rollback")(self.rollback)
         router.post("/lora_merge/commit")(self.commit)
         router.post("/lora_merge/abort")(self.abort)
+        router.get("/model_info", include_in_schema=False)(self.model_info)
         for name in NOT_BUILT:
             router.api_route(f"/lora_merge/{name}", methods=["GET", "POST"], include_in_schema=False)(self.not_built)
         return router
@@ -101,6 +103,13 @@ class MergeRoutes:
     async def abort(self, request: Request) -> JSONResponse:
         """Drop an update that is not live yet."""
         return await _whole(self._asked(request, TransactionRequest, self._abort))
+
+    async def model_info(self, request: Request) -> JSONResponse:
+        """sglang's own answer, and the version of every module that has one."""
+        info = await http_server.model_info_endpoint(request)
+        versions = {name: module["weight_version"] for name, module in self.record.modules.items()}
+        live = {name: version for name, version in versions.items() if version is not None}
+        return JSONResponse({**info, "weight_version": header_value(live) if live else None, "weight_versions": live})
 
     async def not_built(self, request: Request) -> JSONResponse:
         return _error(501, f"{request.url.path} is part of the contract but not built yet")
@@ -232,6 +241,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())
+    app.add_middleware(VersionHeader)
     app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     inner = app.router.lifespan_context

@@ -533,6 +533,11 @@ class MergeWorker:
             }
         return modules
 
+    def versions(self) -> dict[str, str]:
+        """The version of every module that has one."""
+        states = self.engine.states.items()
+        return {name: state.weight_version for name, state in states if state.weight_version is not None}
+
     def _state_of(self, module: str) -> str:
         if self._failed is not None:
             return "failed"
