@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from sglang.multimodal_gen.runtime.entrypoints import http_server
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
+from server_patches import metrics
 from server_patches.guard import Guard, limits_from_environment
 from server_patches.record import Record, digest
 from server_patches.requests import MergeReq
@@ -28,6 +29,7 @@ from sgld_lora_merge.protocol import (
     TransactionRequest,
     UpdateAnswer,
     UpdateRequest,
+    VerifyRequest,
     check_update,
     parse_fields,
     parse_json,
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-NOT_BUILT = ("verify", "upload", "metrics")
+NOT_BUILT = ("upload",)
 STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
 
@@ -73,6 +75,8 @@ class MergeRoutes:
         router.get(STATUS_ROUTE)(self.status)
         router.post("/lora_merge/reset")(self.reset)
         router.post("/lora_merge/rollback")(self.rollback)
+        router.post("/lora_merge/verify")(self.verify)
+        router.get("/lora_merge/metrics")(self.metrics)
         router.post("/lora_merge/commit")(self.commit)
         router.post("/lora_merge/abort")(self.abort)
         router.get("/model_info", include_in_schema=False)(self.model_info)
@@ -103,6 +107,14 @@ class MergeRoutes:
     async def abort(self, request: Request) -> JSONResponse:
         """Drop an update that is not live yet."""
         return await _whole(self._asked(request, TransactionRequest, self._abort))
+
+    async def verify(self, request: Request) -> JSONResponse:
+        """Compare what is live with what it should be, whole layers by checksum or single elements."""
+        return await _whole(self._asked(request, VerifyRequest, self._verify))
+
+    async def metrics(self) -> Response:
+        """Prometheus text, from this process's record."""
+        return Response(metrics.text(self.record), media_type=metrics.CONTENT_TYPE)
 
     async def model_info(self, request: Request) -> JSONResponse:
         """sglang's own answer, and the version of every module that has one."""
@@ -141,7 +153,7 @@ class MergeRoutes:
                 answer = _update_answer(update, output, ignored)
                 if bucket is not None:
                     self._accept(bucket, answer)
-                self.record.received(len(body), live=state == "live")
+                self.record.received(len(body), live=state == "live", timings_ms=answer.get("timings_ms"))
                 return JSONResponse(answer)
         except LoraMergeError as error:
             self.record.failure(error.reason)
@@ -198,7 +210,7 @@ class MergeRoutes:
         req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=version)
         answer = _merge_answer(await self._good(req))
         ledger.committed(fields.update_id, answer)
-        self.record.received(0, live=True)
+        self.record.received(0, live=True, timings_ms=answer["timings_ms"])
         self._start_timer()
         return answer
 
@@ -208,6 +220,21 @@ class MergeRoutes:
         self.record.ledger.abandon(fields.update_id, "its sender aborted it")
         self._start_timer()
         return {"success": True, "message": output["message"]}
+
+    async def _verify(self, fields: VerifyRequest) -> dict[str, Any]:
+        expected = {
+            m: {layer: each.model_dump() for layer, each in layers.items()} for m, layers in fields.modules.items()
+        }
+        wrong = [
+            f"modules.{module}.{layer} needs either sha256 or samples"
+            for module, layers in expected.items()
+            for layer, each in layers.items()
+            if (each["sha256"] is None) == (each["samples"] is None)
+        ]
+        if wrong or not any(expected.values()):
+            raise RequestError(*(wrong or ["modules names no layer to verify"]))
+        output = await self._good(MergeReq([], operation="verify", expected=expected))
+        return {name: output[name] for name in ("success", "message", "mismatched", "checked")}
 
     async def _good(self, req: MergeReq) -> dict[str, Any]:
         """The workers' output, if it is a success.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class Record:
     live_updates: int = 0
     payload_bytes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    stage_seconds: Counter[str] = field(default_factory=Counter)
     ledger: Ledger = field(default_factory=Ledger)
 
     def heard(self, output: dict[str, Any]) -> None:
@@ -34,10 +36,12 @@ class Record:
     def failure(self, reason: str) -> None:
         self.failures[reason] += 1
 
-    def received(self, nbytes: int, *, live: bool) -> None:
-        """Count the bytes of a request that was accepted, and the update if it is live with it."""
+    def received(self, nbytes: int, *, live: bool, timings_ms: Mapping[str, float] | None = None) -> None:
+        """Count the bytes and stages of a request that was accepted, and the update if it is live with it."""
         self.live_updates += live
         self.payload_bytes += nbytes
+        for stage, milliseconds in (timings_ms or {}).items():
+            self.stage_seconds[stage] += milliseconds / 1e3  # type: ignore[assignment]  # a Counter may hold floats
 
     def status(self) -> dict[str, Any]:
         """The body of ``GET /lora_merge/status``; times are seconds since the epoch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
@@ -16,9 +16,10 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     because its scheduler looks handlers up by exact type. Pickled on its way, so it holds plain data only.
     """
 
-    operation: Literal["update", "commit", "abort", "reset", "rollback", "status"] = "update"
+    operation: Literal["update", "commit", "abort", "reset", "rollback", "status", "verify"] = "update"
     allow_partial: bool = False
     layer_scaling: dict[str, dict[str, float]] | None = None
     weight_version: str | None = None
     update_id: str | None = None
+    expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
     goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit

@@ -35,11 +35,13 @@ from server_patches.settings import positive_number
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan, own_copy
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some, summarise
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import Pair, pair_up
+from sgld_lora_merge.pairs import Pair, layer_name, pair_up
 from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.targets import CannotLand, Landing
 from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +165,8 @@ class MergeWorker:
             match req.operation:
                 case "status":
                     answer: dict[str, Any] = {"message": "ok"}
+                case "verify":
+                    answer = self._verify(req)
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
@@ -200,7 +204,7 @@ class MergeWorker:
             "failed": self._failed,
             "staged_bytes": self._staged.nbytes if self._staged is not None else 0,
         }
-        return OutputBatch(output=output, error=None if output["success"] else output["message"])
+        return OutputBatch(output=output, error=None if output["status"] == 200 else output["message"])
 
     def _stage(self, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
         """Keep a bucket of an update that is not complete, once every rank has found it good."""
@@ -397,8 +401,8 @@ class MergeWorker:
         undone_everywhere = self._agree(undone, written=True)
         if any(each.status for each in undone_everywhere):
             raise NotTogether(
-                f"{_told(verdicts)}; then the previous weights could not be restored: {_told(undone_everywhere)}. "
-                "Restart the engine"
+                f"{_told(verdicts)}; then the previous weights could not be restored: {_told(undone_everywhere)}: "
+                "restart the engine"
             )
         raise Refused(verdicts)
 
@@ -416,14 +420,19 @@ class MergeWorker:
                 module.refresh_weight_derived_caches(weights_path=None)
 
     def _agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
+        own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""
+        return self._gather(verdict, f"{own}; the ranks may hold different weights" if written else own)
+
+    def _gather(self, mine: Result, told: str = "") -> list[Result]:
+        """What every rank has, on every rank.
+
+        Raises:
+            NotTogether: a rank did not come in time.
+        """
         try:
-            return gather(verdict, self._replica, self._timeout_s)
+            return gather(mine, self._replica, self._timeout_s)
         except Silence as error:
-            own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""
-            state = "the ranks may hold different weights" if written else "nothing was written"
-            raise NotTogether(
-                f"{error}{own}; {state}, but the ranks have lost each other. Restart the engine"
-            ) from error
+            raise NotTogether(f"{error}{told}. The ranks have lost each other: restart the engine") from error
 
     def _full_update(self, req: MergeReq, opened: list[bool]) -> dict[str, Any]:
         """sglang's own full-weight update; every rank's result is heard, so that a failure neither hangs nor hides."""
@@ -446,6 +455,63 @@ class MergeWorker:
         for module in modules:
             self.engine.forget(module, req.weight_version)
         return {"message": message, "weight_version": req.weight_version}
+
+    def _verify(self, req: MergeReq) -> dict[str, Any]:
+        """Compare live weights of whole layers with what they should be; one collective a layer with a checksum."""
+        landings = self._landings(req.expected or {})
+        mismatched, found = [], []
+        for (module, layer), (expected, landing) in landings.items():
+            view = self._views()[module]
+            pieces = [Piece(t, view.weight(t.weight)[t.rows.start : t.rows.stop].cpu()) for t in landing.targets]
+            if expected["samples"] is not None:
+                found.append(sampled(pieces, expected["samples"]))
+                continue
+            everywhere = [piece for rank in self._gather(pieces) for piece in rank]
+            if self._replica.rank_in_group == 0 and sha256(assemble(landing, everywhere)) != expected["sha256"]:
+                mismatched.append(f"{module}.{layer}")
+        by_rank = self._gather(found)
+        sampled_layers = [(name, each) for name, each in landings.items() if each[0]["samples"] is not None]
+        for position, ((module, layer), (expected, landing)) in enumerate(sampled_layers):
+            values = {index: value for rank in by_rank for index, value in rank[position].items()}
+            dtype = self._views()[module].weight(landing.targets[0].weight).dtype
+            samples = expected["samples"]
+            if not all(i in values and within(values[i], s[2], s[3], dtype) for i, s in enumerate(samples)):
+                mismatched.append(f"{module}.{layer}")
+        told = f"{len(mismatched)} of {len(landings)} layers are not what they should be: {name_some(mismatched)}"
+        return {
+            "success": not mismatched,
+            "message": told if mismatched else f"all {len(landings)} layers are what they should be",
+            "mismatched": mismatched,
+            "checked": len(landings),
+        }
+
+    def _landings(
+        self, expected: Mapping[str, Mapping[str, dict[str, Any]]]
+    ) -> dict[tuple[str, str], tuple[dict[str, Any], Landing]]:
+        """Every layer of a verify request with its place.
+
+        Raises:
+            RequestError: modules and layers that are not there; all of them.
+        """
+        views, faults = self._views(), []
+        landings: dict[tuple[str, str], tuple[dict[str, Any], Landing]] = {}
+        for module, layers in expected.items():
+            if module not in views:
+                faults.append(f"no module {module!r} here; there are {name_some(sorted(views))}")
+                continue
+            for layer, each in layers.items():
+                try:
+                    landing = views[module].land(layer_name(layer))
+                except CannotLand as error:
+                    faults.append(f"{module}: {layer!r} cannot be verified: {error}")
+                    continue
+                if landing is None:
+                    faults.append(f"{module}: unknown layer {layer!r}")
+                else:
+                    landings[module, layer] = (each, landing)
+        if faults:
+            raise RequestError(*faults)
+        return landings
 
     # the engine's state
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import from_json
 
 from sgld_lora_merge.errors import LoraMergeError, RequestError
@@ -75,6 +75,29 @@ class RollbackRequest(BaseModel):
     """Body of ``POST /lora_merge/rollback``: nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+# JSON has no tuples: the list that stands for one is read, its numbers stay strict
+_Sample = Annotated[tuple[int, int, float, float], Strict(False)]
+
+
+class LayerExpectation(BaseModel):
+    """What one layer's weight should be: exactly one of the two."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    sha256: str | None = Field(None, description="sglang's checksum of the whole unsharded, contiguous weight.")
+    samples: list[_Sample] | None = Field(
+        None, description="[row, column, value, ulps]: elements of the whole weight, and how far off they may be."
+    )
+
+
+class VerifyRequest(BaseModel):
+    """Body of ``POST /lora_merge/verify``: module -> layer prefix in the sender's names -> what it should be."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    modules: dict[str, dict[str, LayerExpectation]]
 
 
 class TransactionRequest(BaseModel):

@@ -207,7 +207,7 @@ def test_not_json_and_not_an_object(zimage):
         assert answer.json()["success"] is False
 
 
-@pytest.mark.parametrize("route", ["verify", "upload", "metrics"])
+@pytest.mark.parametrize("route", ["upload"])
 def test_routes_that_are_not_built_say_so(zimage, route):
     answer = zimage.server.post(f"/lora_merge/{route}")
     assert answer.status_code == 501
