@@ -45,6 +45,12 @@ STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
 
 
+class NoAnswer(LoraMergeError):
+    """The workers were asked and did not answer; what they did is not known."""
+
+    reason = "no_answer"
+
+
 class MergeRoutes:
     """All routes of one server process.
 
@@ -155,6 +161,9 @@ class MergeRoutes:
                     self._accept(bucket, answer)
                 self.record.received(len(body), live=state == "live", timings_ms=answer.get("timings_ms"))
                 return JSONResponse(answer)
+        except NoAnswer as error:
+            self.record.failure(error.reason)
+            return _error(error.status, str(error))
         except LoraMergeError as error:
             self.record.failure(error.reason)
             return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
@@ -287,9 +296,12 @@ async def _ask_scheduler(req: MergeReq) -> dict[str, Any]:
     try:
         response = await async_scheduler_client.forward(req)
     except Exception as error:
-        raise LoraMergeError(f"the workers did not answer: {error}") from error
+        raise NoAnswer(
+            f"the workers did not answer: {error}. What became of the request is not known: see {STATUS_ROUTE}, and "
+            "repeat the same body if it has an update_id"
+        ) from error
     if not isinstance(response.output, dict) or "snapshot" not in response.output:
-        raise LoraMergeError(f"the workers did not understand: {response.error}")
+        raise NoAnswer(f"the workers' answer is not one: {response.error}")
     output: dict[str, Any] = response.output
     return output
 

@@ -11,121 +11,43 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
-from sglang.multimodal_gen.runtime.cache.conditioning import invalidate_conditioning_caches
-from sglang.multimodal_gen.runtime.cache.teacache import TeaCacheMixin
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
 from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
 from sglang.multimodal_gen.runtime.managers.memory_managers.weight_snapshot import restore_weight_snapshot
-from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
-from sglang.multimodal_gen.runtime.post_training.weights_updater import get_updatable_modules
+from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater, get_updatable_modules
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from torch import nn
 
-from server_patches.agreement import Silence, gather
+from server_patches.checking import verify
+from server_patches.clock import Clock
 from server_patches.layers import EngineModule
+from server_patches.phases import Phases
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
-from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan, own_copy
-from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some, summarise
+from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
+from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
+from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import Pair, layer_name, pair_up
+from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.protocol import LORA_MERGE
-from sgld_lora_merge.targets import CannotLand, Landing
+from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
 from sgld_lora_merge.unpickler import PayloadReader
-from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
-MAX_STAGED_VARIABLE = "SGLD_LORA_MAX_STAGED_MB"
 DEFAULT_MAX_STAGED_MB = 16384.0
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one rank tells the others after one phase. Pickled between ranks, so plain data only.
-
-    Attributes:
-        status: 0 when all is well, else the HTTP status this rank would answer.
-        reason: the word under which the failure is counted.
-        faults: one sentence each.
-        opened: whether this rank has opened its payload.
-        stats: by module, after a commit.
-    """
-
-    status: int = 0
-    reason: str = ""
-    faults: tuple[str, ...] = ()
-    opened: bool = False
-    stats: Mapping[str, MergeStats] = field(default_factory=dict)
-
-
-class NotTogether(LoraMergeError):
-    """The ranks may hold different weights: only a restart brings the engine back."""
-
-    status = 503
-    reason = "failed"
-
-
-class Refused(LoraMergeError):
-    """Verdicts that keep an update from going live."""
-
-    def __init__(self, verdicts: list[Verdict]) -> None:
-        super().__init__(_told(verdicts))
-        worst = max(verdicts, key=lambda verdict: verdict.status)
-        self.status, self.reason = worst.status, worst.reason
-        self.verdicts = verdicts
-
-
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """Buckets of one update, in this rank's own memory.
-
-    Attributes:
-        pairs: by module; copies.
-        nbytes: of all pairs.
-    """
-
-    update_id: str
-    pairs: Mapping[str, Sequence[Pair]]
-    nbytes: int
-
-    def with_bucket(self, added: Mapping[str, Sequence[Pair]], limit: int) -> Staged:
-        """One bucket more.
-
-        Raises:
-            TooMuchStaged: over ``limit`` bytes.
-        """
-        nbytes = self.nbytes + sum(pair.nbytes for pairs in added.values() for pair in pairs)
-        if nbytes > limit:
-            raise TooMuchStaged(
-                f"update {self.update_id!r} would stage {nbytes} bytes, the limit is {limit} ({MAX_STAGED_VARIABLE})"
-            )
-        copies = {module: [own_copy(pair) for pair in pairs] for module, pairs in added.items()}
-        modules = {**self.pairs, **copies}
-        return Staged(self.update_id, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes)
-
-    def updates(self) -> list[ModuleUpdate]:
-        return [ModuleUpdate(module, pairs, whole=True) for module, pairs in self.pairs.items()]
-
-
-class TooMuchStaged(LoraMergeError):
-    """Staged bytes over their limit."""
-
-    status = 413
-    reason = "too_large"
 
 
 class MergeWorker:
@@ -145,9 +67,9 @@ class MergeWorker:
         self.gpu_worker = gpu_worker
         self.engine = MergeEngine(self._views, precision)
         self._replica = replica
-        self._timeout_s = timeout_s
+        self._phases = Phases(self.engine, self._modules, replica, timeout_s)
         self._max_staged_bytes = max_staged_bytes
-        self._staged: Staged | None = None
+        self._staged: StagedPairs | None = None
         self._cached_views: dict[str, tuple[nn.Module, EngineModule]] = {}
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
@@ -157,7 +79,7 @@ class MergeWorker:
     def handle(self, reqs: list[MergeReq]) -> OutputBatch:
         """The scheduler's handler for `MergeReq`; answers whatever happens."""
         req = reqs[0]
-        clock = _Clock()
+        clock = Clock()
         opened: list[bool] = [False] * self._replica.world_size
         try:
             if self._failed is not None:
@@ -166,7 +88,8 @@ class MergeWorker:
                 case "status":
                     answer: dict[str, Any] = {"message": "ok"}
                 case "verify":
-                    answer = self._verify(req)
+                    hear, first = self._phases.gather_all, self._phases.is_first
+                    answer = verify(req.expected or {}, self._views(), hear, first=first)
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
@@ -178,7 +101,7 @@ class MergeWorker:
                     self._staged = None
                     answer = {"message": f"update {req.update_id!r} is aborted"}
                 case _ if req.weight_update_mode != LORA_MERGE:
-                    answer = self._full_update(req, opened)
+                    answer = self._full_update(req, clock, opened)
                 case _ if req.goes_live:
                     answer = self._go_live(self._plan_update, req, clock, opened)
                     if self._staged is not None and req.update_id is not None:
@@ -206,14 +129,9 @@ class MergeWorker:
         }
         return OutputBatch(output=output, error=None if output["status"] == 200 else output["message"])
 
-    def _stage(self, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
+    def _stage(self, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
         """Keep a bucket of an update that is not complete, once every rank has found it good."""
-        verdict, checked = self._judge(lambda: self._check_bucket(req, clock), clock)
-        opened[self._replica.rank_in_group] = verdict.opened
-        verdicts = self._agree(verdict)
-        opened[:] = [each.opened for each in verdicts]
-        _raise_if_bad(verdicts)
-        assert checked is not None
+        checked = self._phases.all_or_none(lambda: self._check_bucket(req, clock), clock, opened)
         self._staged, layers, skipped = checked
         module = next(iter(req.target_modules or []))
         return {
@@ -225,14 +143,9 @@ class MergeWorker:
             "timings_ms": clock.milliseconds(),
         }
 
-    def _go_live(self, make_plan: Any, req: MergeReq, clock: _Clock, opened: list[bool]) -> dict[str, Any]:
-        verdict, plan = self._judge(lambda: make_plan(req, clock), clock)
-        opened[self._replica.rank_in_group] = verdict.opened
-        verdicts = self._agree(verdict)
-        opened[:] = [each.opened for each in verdicts]
-        _raise_if_bad(verdicts)
-        assert plan is not None
-        stats = self._commit(plan, clock)
+    def _go_live(self, make_plan: Any, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
+        plan: Plan = self._phases.all_or_none(lambda: make_plan(req, clock), clock, opened)
+        stats = self._phases.commit(plan, clock)
         losses = {module: each.rounding_loss for module, each in stats.items()}
         match req.operation:
             case "reset":
@@ -278,25 +191,12 @@ class MergeWorker:
 
     # phases
 
-    def _judge(self, work: Callable[[], Result], clock: _Clock) -> tuple[Verdict, Result | None]:
-        """What this rank makes of a request, and its verdict on it."""
-        result = None
-        try:
-            result = work()
-            verdict = Verdict()
-        except LoraMergeError as error:
-            verdict = _verdict_of(error)
-        except Exception as error:
-            logger.exception("the update could not be planned")
-            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
-        return replace(verdict, opened=clock.opened), result
-
-    def _plan_update(self, req: MergeReq, clock: _Clock) -> Plan:
+    def _plan_update(self, req: MergeReq, clock: Clock) -> Plan:
         updates = self._read(req, clock)
         with clock.stage("validate"):
             return self.engine.plan(self._with_staged(req, updates))
 
-    def _plan_commit(self, req: MergeReq, clock: _Clock) -> Plan:
+    def _plan_commit(self, req: MergeReq, clock: Clock) -> Plan:
         staged = self._staged
         if staged is None or staged.update_id != req.update_id:
             raise ConflictError(f"update {req.update_id!r} is not staged here")
@@ -304,7 +204,7 @@ class MergeWorker:
         with clock.stage("validate"):
             return self.engine.plan(staged.updates())
 
-    def _check_bucket(self, req: MergeReq, clock: _Clock) -> tuple[Staged, int, list[str]]:
+    def _check_bucket(self, req: MergeReq, clock: Clock) -> tuple[StagedPairs, int, list[str]]:
         """The staged update with this bucket added, how many layers the bucket has, and those it left out."""
         updates = self._read(req, clock)
         with clock.stage("validate"):
@@ -317,11 +217,11 @@ class MergeWorker:
             staged = self._staged_for(req).with_bucket(known, self._max_staged_bytes)
         return staged, sum(map(len, known.values())), [layer for plan in plans for layer in plan.skipped]
 
-    def _staged_for(self, req: MergeReq) -> Staged:
+    def _staged_for(self, req: MergeReq) -> StagedPairs:
         """What is staged of this request's update; another update's is abandoned by it."""
         if self._staged is not None and self._staged.update_id == req.update_id:
             return self._staged
-        return Staged(req.update_id or "", {}, 0)
+        return StagedPairs(req.update_id or "", {}, 0)
 
     def _with_staged(self, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
         """The request's pairs and those of the buckets before it."""
@@ -334,13 +234,12 @@ class MergeWorker:
             ModuleUpdate(module, pairs, whole=True) for module, pairs in staged.items() if module not in named
         ]
 
-    def _read(self, req: MergeReq, clock: _Clock) -> list[ModuleUpdate]:
+    def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload to pairs by module."""
         self._refuse_states(req.target_modules or [])
         with clock.stage("deserialize"):
             shared = len(req.serialized_named_tensors) < self._replica.world_size
-            first = self._replica.rank_in_group == 0
-            reader = PayloadReader(cuda_device_index, shared=shared, releases=first or not shared)
+            reader = PayloadReader(cuda_device_index, shared=shared, releases=self._phases.is_first or not shared)
             try:
                 content = decode(self._own_payload(req), reader)
                 reader.opened = True  # tensors may also have come inline, without a handle
@@ -362,156 +261,46 @@ class MergeWorker:
                 updates.append(ModuleUpdate(name, pairing.pairs, req.update_id is not None, req.allow_partial, faults))
             return updates
 
-    def _plan_reset(self, req: MergeReq, clock: _Clock) -> Plan:
+    def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self._refuse_states(req.target_modules or [])
         with clock.stage("validate"):
             return self.engine.plan_reset(req.target_modules)
 
-    def _plan_rollback(self, req: MergeReq, clock: _Clock) -> Plan:
+    def _plan_rollback(self, req: MergeReq, clock: Clock) -> Plan:
         self._refuse_states(list(self.engine.states))
         with clock.stage("validate"):
             return self.engine.plan_rollback()
 
-    def _commit(self, plan: Plan, clock: _Clock) -> dict[str, MergeStats]:
-        """Write on every rank; on failure of any, undo on every rank and raise."""
-        try:
-            with clock.stage("merge"), self._weights_change(plan):
-                stats = self.engine.commit(plan)
-            faults = tuple(
-                f"{module}: {each.non_finite} elements of the merged weight are not finite in its dtype"
-                for module, each in stats.items()
-                if each.non_finite
-            )
-            verdict = Verdict(400, "overflow", faults) if faults else Verdict(stats=stats)
-        except Exception as error:
-            logger.exception("the merge failed")
-            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
-        verdicts = self._agree(verdict, written=True)
-        if not any(each.status for each in verdicts):
-            return {
-                part.module: sum((each.stats[part.module] for each in verdicts), MergeStats()) for part in plan.modules
-            }
-        undone = Verdict()
-        try:
-            with self._weights_change(plan):
-                self.engine.revert(plan)
-        except Exception as error:
-            logger.exception("the previous weights could not be restored")
-            undone = Verdict(503, "failed", (f"{type(error).__name__}: {error}",))
-        undone_everywhere = self._agree(undone, written=True)
-        if any(each.status for each in undone_everywhere):
-            raise NotTogether(
-                f"{_told(verdicts)}; then the previous weights could not be restored: {_told(undone_everywhere)}: "
-                "restart the engine"
-            )
-        raise Refused(verdicts)
+    def _full_update(self, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
+        """sglang's own full-weight update, opened on every rank before any rank writes.
 
-    @contextmanager
-    def _weights_change(self, plan: Plan) -> Iterator[None]:
-        """What sglang does around an update of its own. Prompt embeddings do not depend on the module and survive."""
-        modules = [self._modules()[part.module] for part in plan.modules]
-        invalidate_conditioning_caches(modules)
-        for module in modules:
-            if isinstance(module, TeaCacheMixin):
-                module.reset_teacache_state()
-        yield
-        for module in modules:
-            if isinstance(module, BaseDiT):
-                module.refresh_weight_derived_caches(weights_path=None)
-
-    def _agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
-        own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""
-        return self._gather(verdict, f"{own}; the ranks may hold different weights" if written else own)
-
-    def _gather(self, mine: Result, told: str = "") -> list[Result]:
-        """What every rank has, on every rank.
-
-        Raises:
-            NotTogether: a rank did not come in time.
+        What it does to a rank's weights cannot be undone; but every rank's result is heard, so that a failure neither
+        hangs nor hides.
         """
+        content = self._phases.all_or_none(lambda: self._open_full(req, clock), clock, opened)
         try:
-            return gather(mine, self._replica, self._timeout_s)
-        except Silence as error:
-            raise NotTogether(f"{error}{told}. The ranks have lost each other: restart the engine") from error
-
-    def _full_update(self, req: MergeReq, opened: list[bool]) -> dict[str, Any]:
-        """sglang's own full-weight update; every rank's result is heard, so that a failure neither hangs nor hides."""
-        try:
-            self._refuse_sleep()
-            own = _with_payload(req, self._own_payload(req))
-            verdict = Verdict()
-        except LoraMergeError as error:
-            verdict = _verdict_of(error)
-        _raise_if_bad(self._agree(verdict))
-        opened[:] = [True] * len(opened)
-        modules = req.target_modules or []
-        try:
-            success, message = self.gpu_worker.update_weights_from_tensor(own)
+            success, message = WeightsUpdater(self.gpu_worker.pipeline).update_weights_from_tensor(
+                named_tensors=content, load_format=req.load_format, target_modules=req.target_modules
+            )
             verdict = Verdict() if success else Verdict(400, "full_update", (message,))
         except Exception as error:
             logger.exception("the full-weight update failed")
             verdict, message = Verdict(500, "full_update", (f"{type(error).__name__}: {error}",)), ""
-        _raise_if_bad(self._agree(verdict, written=True))
-        for module in modules:
+        raise_if_bad(self._phases.agree(verdict, written=True))
+        for module in req.target_modules or []:
             self.engine.forget(module, req.weight_version)
         return {"message": message, "weight_version": req.weight_version}
 
-    def _verify(self, req: MergeReq) -> dict[str, Any]:
-        """Compare live weights of whole layers with what they should be; one collective a layer with a checksum."""
-        landings = self._landings(req.expected or {})
-        mismatched, found = [], []
-        for (module, layer), (expected, landing) in landings.items():
-            view = self._views()[module]
-            pieces = [Piece(t, view.weight(t.weight)[t.rows.start : t.rows.stop].cpu()) for t in landing.targets]
-            if expected["samples"] is not None:
-                found.append(sampled(pieces, expected["samples"]))
-                continue
-            everywhere = [piece for rank in self._gather(pieces) for piece in rank]
-            if self._replica.rank_in_group == 0 and sha256(assemble(landing, everywhere)) != expected["sha256"]:
-                mismatched.append(f"{module}.{layer}")
-        by_rank = self._gather(found)
-        sampled_layers = [(name, each) for name, each in landings.items() if each[0]["samples"] is not None]
-        for position, ((module, layer), (expected, landing)) in enumerate(sampled_layers):
-            values = {index: value for rank in by_rank for index, value in rank[position].items()}
-            dtype = self._views()[module].weight(landing.targets[0].weight).dtype
-            samples = expected["samples"]
-            if not all(i in values and within(values[i], s[2], s[3], dtype) for i, s in enumerate(samples)):
-                mismatched.append(f"{module}.{layer}")
-        told = f"{len(mismatched)} of {len(landings)} layers are not what they should be: {name_some(mismatched)}"
-        return {
-            "success": not mismatched,
-            "message": told if mismatched else f"all {len(landings)} layers are what they should be",
-            "mismatched": mismatched,
-            "checked": len(landings),
-        }
-
-    def _landings(
-        self, expected: Mapping[str, Mapping[str, dict[str, Any]]]
-    ) -> dict[tuple[str, str], tuple[dict[str, Any], Landing]]:
-        """Every layer of a verify request with its place.
-
-        Raises:
-            RequestError: modules and layers that are not there; all of them.
-        """
-        views, faults = self._views(), []
-        landings: dict[tuple[str, str], tuple[dict[str, Any], Landing]] = {}
-        for module, layers in expected.items():
-            if module not in views:
-                faults.append(f"no module {module!r} here; there are {name_some(sorted(views))}")
-                continue
-            for layer, each in layers.items():
-                try:
-                    landing = views[module].land(layer_name(layer))
-                except CannotLand as error:
-                    faults.append(f"{module}: {layer!r} cannot be verified: {error}")
-                    continue
-                if landing is None:
-                    faults.append(f"{module}: unknown layer {layer!r}")
-                else:
-                    landings[module, layer] = (each, landing)
-        if faults:
-            raise RequestError(*faults)
-        return landings
+    def _open_full(self, req: MergeReq, clock: Clock) -> Any:
+        self._refuse_sleep()
+        payload = self._own_payload(req)
+        monkey_patch_torch_reductions()  # sglang's convention for the GPU of a handle
+        try:
+            content = MultiprocessingSerializer.deserialize(payload)
+        except Exception as error:  # whatever a hostile or broken pickle ends in
+            raise RequestError(f"Failed to deserialize serialized_named_tensors: {error}") from error
+        clock.opened = True
+        return content
 
     # the engine's state
 
@@ -633,27 +422,6 @@ class MergeWorker:
                 pass
 
 
-class _Clock:
-    """Milliseconds by stage, and whether the payload was opened on the way."""
-
-    def __init__(self) -> None:
-        self.opened = False
-        self._started = time.perf_counter()
-        self._stages: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stages[name] = self._stages.get(name, 0.0) + (time.perf_counter() - started) * 1e3
-
-    def milliseconds(self) -> dict[str, float]:
-        stages = {"deserialize": 0.0, "validate": 0.0, "merge": 0.0, **self._stages}
-        return {**stages, "total": (time.perf_counter() - self._started) * 1e3}
-
-
 def make_merge_worker(gpu_worker: Any) -> MergeWorker:
     """This process's worker, as the environment says.
 
@@ -667,34 +435,6 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
     )
-
-
-def _with_payload(req: Any, payload: str) -> Any:
-    """The request as sglang's own code reads it on this rank."""
-    return replace(req, serialized_named_tensors=[payload], payload_gpu_uuids=None)
-
-
-def _verdict_of(error: LoraMergeError) -> Verdict:
-    faults = error.faults if isinstance(error, RequestError) else (str(error),)
-    return Verdict(error.status, error.reason, faults)
-
-
-def _raise_if_bad(verdicts: list[Verdict]) -> None:
-    if any(verdict.status for verdict in verdicts):
-        raise Refused(verdicts)
-
-
-def _told(verdicts: list[Verdict]) -> str:
-    """All faults of all ranks; those that every rank has are told once, the others with their rank."""
-    everywhere = set.intersection(*(set(verdict.faults) for verdict in verdicts))
-    told = [fault for fault in verdicts[0].faults if fault in everywhere]
-    told += [
-        f"rank {rank}: {fault}"
-        for rank, verdict in enumerate(verdicts)
-        for fault in verdict.faults
-        if fault not in everywhere
-    ]
-    return summarise(told)
 
 
 def _only(values: set[Any]) -> Any:

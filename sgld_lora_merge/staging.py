@@ -5,19 +5,22 @@
     live        the last bucket, or the commit, has been merged
     abandoned   another update was begun, the sender aborted it, or its time ran out
 
-Pure bookkeeping by names and digests; the tensors are where the merge is.
+`Ledger` is the bookkeeping by names and digests, `StagedPairs` what a rank keeps of an open update.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.errors import ConflictError
+from sgld_lora_merge.engine import ModuleUpdate, own_copy
+from sgld_lora_merge.errors import ConflictError, LoraMergeError
+from sgld_lora_merge.pairs import Pair
 
 KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago
+MAX_STAGED_VARIABLE = "SGLD_LORA_MAX_STAGED_MB"
 COMMIT = -1  # place of a commit among the requests of an update
 
 
@@ -157,3 +160,42 @@ class Ledger:
         if update.state == "staging":
             return f"buckets {update.buckets} of {update.count} have arrived"
         return f"it is {update.state}" + (f": {update.reason}" if update.reason else "")
+
+
+class TooMuchStaged(LoraMergeError):
+    """Staged bytes over their limit."""
+
+    status = 413
+    reason = "too_large"
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPairs:
+    """Buckets of one update, in this rank's own memory.
+
+    Attributes:
+        pairs: by module; copies.
+        nbytes: of all pairs.
+    """
+
+    update_id: str
+    pairs: Mapping[str, Sequence[Pair]]
+    nbytes: int
+
+    def with_bucket(self, added: Mapping[str, Sequence[Pair]], limit: int) -> StagedPairs:
+        """One bucket more.
+
+        Raises:
+            TooMuchStaged: over ``limit`` bytes.
+        """
+        nbytes = self.nbytes + sum(pair.nbytes for pairs in added.values() for pair in pairs)
+        if nbytes > limit:
+            raise TooMuchStaged(
+                f"update {self.update_id!r} would stage {nbytes} bytes, the limit is {limit} ({MAX_STAGED_VARIABLE})"
+            )
+        copies = {module: [own_copy(pair) for pair in pairs] for module, pairs in added.items()}
+        modules = {**self.pairs, **copies}
+        return StagedPairs(self.update_id, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes)
+
+    def updates(self) -> list[ModuleUpdate]:
+        return [ModuleUpdate(module, pairs, whole=True) for module, pairs in self.pairs.items()]

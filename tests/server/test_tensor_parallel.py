@@ -137,15 +137,38 @@ def test_an_overflow_on_one_rank_is_undone_on_both(tp2):
     assert live(tp2) == before
 
 
-def test_a_full_update_that_fails_on_one_rank_answers(tp2):
-    """sglang's own path: rank 1's payload is garbage; it neither hangs nor says 200."""
-    weights = [(f"{layer}.weight", weight) for layer, weight in tp2.targets.items()]
+def test_a_full_update_with_garbage_for_one_rank_answers_and_changes_no_rank(tp2):
+    """sglang's own path: it opens the payload on every rank before any rank writes; it neither hangs nor says 200."""
+    tp2.update(tp2.adapter(seed=1), weight_version="good")
+    before = live(tp2)
+    weights = [(f"{layer}.weight", weight + 1) for layer, weight in tp2.targets.items()]
     body = tp2.fields(weights, weight_update_mode=None, lora_alpha=None, lora_rank=None)
     body["serialized_named_tensors"] = [*body["serialized_named_tensors"], "Z2FyYmFnZQ=="]
     answer = tp2.send(body)
     assert answer.status_code == 400
     assert "rank 1: Failed to deserialize" in answer.json()["message"]
-    assert tp2.server.image()
+    assert answer.json()["payload_opened"] == [True, False]
+    assert live(tp2) == before
+
+
+def test_a_full_update_over_two_ranks(tp2):
+    """M7 with shards: the new base is the base on both ranks."""
+    moved = {layer: (weight.float() + 0.25).to(weight.dtype) for layer, weight in tp2.targets.items()}
+
+    def push(weights):
+        tensors = [(f"{layer}.weight", weight) for layer, weight in weights.items()]
+        answer = tp2.update(tensors, weight_update_mode=None, lora_alpha=None, lora_rank=None)
+        assert answer.status_code == 200, answer.text
+
+    base = live(tp2)
+    tp2.update(tp2.adapter(seed=1))
+    try:
+        push(moved)
+        assert live(tp2) != base
+        assert tp2.status()["modules"]["transformer"]["state"] == "base"
+    finally:
+        push(tp2.targets)
+    assert live(tp2) == base
 
 
 def test_weights_that_could_not_be_restored_stop_the_engine(tp2_session):

@@ -1,0 +1,87 @@
+"""The verify route's work: live weights of whole layers, from all ranks, against what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.pairs import layer_name
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView
+from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
+
+Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of the request, with its place on this rank."""
+
+    name: str
+    view: ModuleView
+    landing: Landing
+    checksum: str | None
+    samples: list[tuple[int, int, float, float]]
+
+    def pieces(self) -> list[Piece]:
+        targets = self.landing.targets
+        return [Piece(t, self.view.weight(t.weight)[t.rows.start : t.rows.stop].cpu()) for t in targets]
+
+
+def verify(
+    expected: Expectations, views: Mapping[str, ModuleView], hear: Callable[[Any], list[Any]], *, first: bool
+) -> dict[str, Any]:
+    """Compare; the answer is complete on the first rank.
+
+    Args:
+        expected: module -> layer prefix -> ``sha256`` or ``samples``.
+        hear: a collective that gives every rank what every rank has; entered once for each layer with a checksum, which
+            bounds the memory to one layer, and once more for all samples.
+        first: this is the rank that compares.
+
+    Raises:
+        RequestError: modules and layers that are not there; on every rank alike, before anything is heard.
+    """
+    layers = _resolve(expected, views)
+    mismatched = []
+    for layer in layers:
+        if layer.checksum is not None:
+            pieces = [piece for rank in hear(layer.pieces()) for piece in rank]
+            if first and sha256(assemble(layer.landing, pieces)) != layer.checksum:
+                mismatched.append(layer.name)
+    by_rank = hear([sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers])
+    for position, layer in enumerate(layers):
+        dtype = layer.view.weight(layer.landing.targets[0].weight).dtype
+        values = {index: value for rank in by_rank for index, value in rank[position].items()}
+        if not all(i in values and within(values[i], s[2], s[3], dtype) for i, s in enumerate(layer.samples)):
+            mismatched.append(layer.name)
+    told = f"{len(mismatched)} of {len(layers)} layers are not what they should be: {name_some(mismatched)}"
+    return {
+        "success": not mismatched,
+        "message": told if mismatched else f"all {len(layers)} layers are what they should be",
+        "mismatched": mismatched,
+        "checked": len(layers),
+    }
+
+
+def _resolve(expected: Expectations, views: Mapping[str, ModuleView]) -> list[_Layer]:
+    layers, faults = [], []
+    for module, by_layer in expected.items():
+        view = views.get(module)
+        if view is None:
+            faults.append(f"no module {module!r} here; there are {name_some(sorted(views))}")
+            continue
+        for layer, each in by_layer.items():
+            try:
+                landing = view.land(layer_name(layer))
+            except CannotLand as error:
+                faults.append(f"{module}: {layer!r} cannot be verified: {error}")
+                continue
+            if landing is None:
+                faults.append(f"{module}: unknown layer {layer!r}")
+            else:
+                layers.append(_Layer(f"{module}.{layer}", view, landing, each["sha256"], each["samples"] or []))
+    if faults:
+        raise RequestError(*faults)
+    return layers

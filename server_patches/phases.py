@@ -1,0 +1,141 @@
+"""What all ranks of a replica do together: judge, agree, commit, and undo what one of them could not do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from sglang.multimodal_gen.runtime.cache.conditioning import invalidate_conditioning_caches
+from sglang.multimodal_gen.runtime.cache.teacache import TeaCacheMixin
+from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
+from torch import nn
+
+from server_patches.agreement import Silence, gather
+from server_patches.clock import Clock
+from server_patches.verdicts import NotTogether, Refused, Verdict, raise_if_bad, told, verdict_of
+from sgld_lora_merge.engine import MergeEngine, Plan
+from sgld_lora_merge.errors import LoraMergeError, summarise
+from sgld_lora_merge.kernels import MergeStats
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Phases:
+    """The steps that every rank enters, whatever befell it in the one before.
+
+    Args:
+        engine: this rank's merges.
+        modules: the pipeline's modules by name.
+        replica: the ranks that serve one request together.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(
+        self, engine: MergeEngine, modules: Callable[[], Mapping[str, nn.Module]], replica: Any, timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._modules = modules
+        self._replica = replica
+        self._timeout_s = timeout_s
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's answer is the one that the client gets."""
+        return bool(self._replica.rank_in_group == 0)
+
+    def all_or_none(self, work: Callable[[], Result], clock: Clock, opened: list[bool]) -> Result:
+        """Do work that writes nothing; its result, if it went well on every rank.
+
+        Args:
+            opened: set to whether each rank has opened its payload.
+
+        Raises:
+            Refused: with what was wrong on any rank.
+        """
+        verdict, result = self._judge(work, clock)
+        opened[self._replica.rank_in_group] = verdict.opened
+        verdicts = self.agree(verdict)
+        opened[:] = [each.opened for each in verdicts]
+        raise_if_bad(verdicts)
+        assert result is not None
+        return result
+
+    def _judge(self, work: Callable[[], Result], clock: Clock) -> tuple[Verdict, Result | None]:
+        """What this rank makes of a request, and its verdict on it."""
+        result = None
+        try:
+            result = work()
+            verdict = Verdict()
+        except LoraMergeError as error:
+            verdict = verdict_of(error)
+        except Exception as error:
+            logger.exception("the update could not be planned")
+            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
+        return replace(verdict, opened=clock.opened), result
+
+    def commit(self, plan: Plan, clock: Clock) -> dict[str, MergeStats]:
+        """Write on every rank; on failure of any, undo on every rank and raise."""
+        try:
+            with clock.stage("merge"), self._weights_change(plan):
+                stats = self._engine.commit(plan)
+            faults = tuple(
+                f"{module}: {each.non_finite} elements of the merged weight are not finite in its dtype"
+                for module, each in stats.items()
+                if each.non_finite
+            )
+            verdict = Verdict(400, "overflow", faults) if faults else Verdict(stats=stats)
+        except Exception as error:
+            logger.exception("the merge failed")
+            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
+        verdicts = self.agree(verdict, written=True)
+        if not any(each.status for each in verdicts):
+            return {
+                part.module: sum((each.stats[part.module] for each in verdicts), MergeStats()) for part in plan.modules
+            }
+        undone = Verdict()
+        try:
+            with self._weights_change(plan):
+                self._engine.revert(plan)
+        except Exception as error:
+            logger.exception("the previous weights could not be restored")
+            undone = Verdict(503, "failed", (f"{type(error).__name__}: {error}",))
+        undone_everywhere = self.agree(undone, written=True)
+        if any(each.status for each in undone_everywhere):
+            raise NotTogether(
+                f"{told(verdicts)}; then the previous weights could not be restored: {told(undone_everywhere)}: "
+                "restart the engine"
+            )
+        raise Refused(verdicts)
+
+    @contextmanager
+    def _weights_change(self, plan: Plan) -> Iterator[None]:
+        """What sglang does around an update of its own. Prompt embeddings do not depend on the module and survive."""
+        modules = [self._modules()[part.module] for part in plan.modules]
+        invalidate_conditioning_caches(modules)
+        for module in modules:
+            if isinstance(module, TeaCacheMixin):
+                module.reset_teacache_state()
+        yield
+        for module in modules:
+            if isinstance(module, BaseDiT):
+                module.refresh_weight_derived_caches(weights_path=None)
+
+    def agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
+        own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""
+        return self.gather_all(verdict, f"{own}; the ranks may hold different weights" if written else own)
+
+    def gather_all(self, mine: Result, context: str = "") -> list[Result]:
+        """What every rank has, on every rank.
+
+        Raises:
+            NotTogether: a rank did not come in time.
+        """
+        try:
+            return gather(mine, self._replica, self._timeout_s)
+        except Silence as error:
+            raise NotTogether(f"{error}{context}. The ranks have lost each other: restart the engine") from error
