@@ -26,6 +26,7 @@ WEIGHT_ROUTES = (
     "/get_weights_checksum",
 )
 OWN_PREFIX = "/lora_merge/"
+UPLOAD_ROUTE = "/lora_merge/upload"  # takes whatever content type curl sends
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,14 @@ def is_guarded(path: str) -> bool:
     return path in WEIGHT_ROUTES or path.startswith(OWN_PREFIX)
 
 
-def refusal(method: str, headers: Mapping[str, str], limits: Limits) -> tuple[int, str] | None:
+def refusal(
+    method: str, headers: Mapping[str, str], limits: Limits, *, json_only: bool = True
+) -> tuple[int, str] | None:
     """Status and message for a request that must not reach a guarded route; None for one that may.
 
     Args:
         headers: with lower-case names.
+        json_only: the route reads JSON; a browser sends other types across origins without asking.
     """
     if method == "OPTIONS":
         return None
@@ -75,7 +79,7 @@ def refusal(method: str, headers: Mapping[str, str], limits: Limits) -> tuple[in
         return None
     content_type = headers.get("content-type", "").split(";")[0].strip().lower()
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if (body or content_type) and content_type != "application/json":
+    if json_only and (body or content_type) and content_type != "application/json":
         return 415, f"content type {content_type or 'none'!r}: this route reads application/json"
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length) > limits.max_body_bytes:
@@ -97,7 +101,8 @@ class Guard:
         if scope["type"] != "http" or not is_guarded(scope["path"]):
             await self._app(scope, receive, send)
             return
-        refused = refusal(scope["method"], Headers(scope=scope), self._limits)
+        json_only = scope["path"] != UPLOAD_ROUTE
+        refused = refusal(scope["method"], Headers(scope=scope), self._limits, json_only=json_only)
         if refused is None and scope["method"] == "POST" and (failure := self._failure()) is not None:
             refused = 503, failure
         if refused is not None:

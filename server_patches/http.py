@@ -14,10 +14,11 @@ from sglang.multimodal_gen.runtime.entrypoints import http_server
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
 from server_patches import metrics
-from server_patches.guard import Guard, limits_from_environment
+from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
 from server_patches.record import Record, digest
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
+from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionHeader, header_value
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
@@ -29,8 +30,10 @@ from sgld_lora_merge.protocol import (
     TransactionRequest,
     UpdateAnswer,
     UpdateRequest,
+    UploadQuery,
     VerifyRequest,
     check_update,
+    check_upload,
     parse_fields,
     parse_json,
 )
@@ -40,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-NOT_BUILT = ("upload",)
 STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
 
@@ -86,8 +88,7 @@ class MergeRoutes:
         router.post("/lora_merge/commit")(self.commit)
         router.post("/lora_merge/abort")(self.abort)
         router.get("/model_info", include_in_schema=False)(self.model_info)
-        for name in NOT_BUILT:
-            router.api_route(f"/lora_merge/{name}", methods=["GET", "POST"], include_in_schema=False)(self.not_built)
+        router.post(UPLOAD_ROUTE, responses=responses)(self.upload)
         return router
 
     async def update(self, request: Request) -> JSONResponse:
@@ -129,8 +130,9 @@ class MergeRoutes:
         live = {name: version for name, version in versions.items() if version is not None}
         return JSONResponse({**info, "weight_version": header_value(live) if live else None, "weight_versions": live})
 
-    async def not_built(self, request: Request) -> JSONResponse:
-        return _error(501, f"{request.url.path} is part of the contract but not built yet")
+    async def upload(self, request: Request) -> JSONResponse:
+        """Update weights from a safetensors file in the body: a trainer on another machine, or curl."""
+        return await _whole(self._upload(request))
 
     async def refresh(self) -> None:
         """Ask the workers for their state; it waits behind a running generation."""
@@ -147,26 +149,57 @@ class MergeRoutes:
             payloads = len(update.serialized_named_tensors)
             check_update(update)
             self._refuse_replicas()
-            async with self._one_at_a_time:
-                bucket = _bucket_of(update, body)
-                if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
-                    return JSONResponse(answered)
-                state = "live" if bucket is None else self.record.ledger.next_state(bucket)
-                output = await self._ask(_to_workers(update, goes_live=state == "live"))
-                if output["status"] != 200:
-                    self.record.failure(output["reason"])
-                    return _error(output["status"], output["message"], output["payload_opened"])
-                answer = _update_answer(update, output, ignored)
-                if bucket is not None:
-                    self._accept(bucket, answer)
-                self.record.received(len(body), live=state == "live", timings_ms=answer.get("timings_ms"))
-                return JSONResponse(answer)
+            return await self._apply(_to_workers(update), _bucket_of(update, body), len(body), ignored)
         except NoAnswer as error:
             self.record.failure(error.reason)
             return _error(error.status, str(error))
         except LoraMergeError as error:
             self.record.failure(error.reason)
             return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
+
+    async def _upload(self, request: Request) -> JSONResponse:
+        try:
+            query, ignored = parse_fields(UploadQuery, dict(request.query_params))
+            check_upload(query)
+            self._refuse_replicas()
+            async with received(request.stream()) as upload:
+                req = MergeReq(
+                    serialized_named_tensors=[],
+                    target_modules=[query.target_module],
+                    weight_update_mode=LORA_MERGE,
+                    lora_alpha=query.lora_alpha,
+                    lora_rank=query.lora_rank,
+                    weight_version=query.weight_version,
+                    update_id=query.update_id,
+                    upload_path=upload.path,
+                )
+                terms = query.model_dump()
+                name = query.update_id
+                bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms) if name is not None else None
+                return await self._apply(req, bucket, upload.nbytes, ignored)
+        except NoAnswer as error:
+            self.record.failure(error.reason)
+            return _error(error.status, str(error))
+        except LoraMergeError as error:
+            self.record.failure(error.reason)
+            return _error(error.status, f"{error}. Nothing was changed")
+
+    async def _apply(self, req: MergeReq, bucket: Bucket | None, nbytes: int, ignored: list[str]) -> JSONResponse:
+        """Send an update, or a bucket of one, to the workers, and keep the books."""
+        async with self._one_at_a_time:
+            if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
+                return JSONResponse(answered)
+            state = "live" if bucket is None else self.record.ledger.next_state(bucket)
+            req.goes_live = state == "live"
+            output = await self._ask(req)
+            if output["status"] != 200:
+                self.record.failure(output["reason"])
+                return _error(output["status"], output["message"], output["payload_opened"])
+            answer = _update_answer(req, output, ignored)
+            if bucket is not None:
+                self._accept(bucket, answer)
+            self.record.received(nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
+            return JSONResponse(answer)
 
     def _accept(self, bucket: Bucket, answer: dict[str, Any]) -> None:
         """Record an accepted bucket, say which update it put an end to, and give the next one its time."""
@@ -280,6 +313,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.add_middleware(VersionHeader)
     app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
+    remove_leftovers()
     inner = app.router.lifespan_context
 
     @asynccontextmanager
@@ -320,7 +354,7 @@ def _bucket_of(update: UpdateRequest, body: bytes) -> Bucket | None:
     )
 
 
-def _to_workers(update: UpdateRequest, *, goes_live: bool) -> MergeReq:
+def _to_workers(update: UpdateRequest) -> MergeReq:
     return MergeReq(
         serialized_named_tensors=list(update.serialized_named_tensors),
         payload_gpu_uuids=update.payload_gpu_uuids,
@@ -330,15 +364,14 @@ def _to_workers(update: UpdateRequest, *, goes_live: bool) -> MergeReq:
         lora_alpha=update.lora_alpha,
         lora_rank=update.lora_rank,
         update_id=update.update_id,
-        goes_live=goes_live,
         allow_partial=bool(update.allow_partial),
         layer_scaling=update.layer_scaling,
         weight_version=update.weight_version,
     )
 
 
-def _update_answer(update: UpdateRequest, output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    if update.weight_update_mode == LORA_MERGE:
+def _update_answer(req: MergeReq, output: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    if req.weight_update_mode == LORA_MERGE:
         return {**_merge_answer(output), "ignored_fields": ignored}
     full = ("message", "weight_version", "payload_opened")
     return {"success": True, **{name: output[name] for name in full}, "ignored_fields": ignored}

@@ -22,4 +22,5 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     weight_version: str | None = None
     update_id: str | None = None
     expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
+    upload_path: str | None = None  # a file of this server's own, in place of payloads
     goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit

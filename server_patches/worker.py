@@ -33,11 +33,12 @@ from server_patches.phases import Phases
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
+from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.pairs import pair_up
-from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors, normalised_uuid
+from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.protocol import LORA_MERGE
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
@@ -235,31 +236,49 @@ class MergeWorker:
         ]
 
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
-        """Own payload to pairs by module."""
+        """Own payload, or the uploaded file, to pairs by module."""
         self._refuse_states(req.target_modules or [])
         with clock.stage("deserialize"):
-            shared = len(req.serialized_named_tensors) < self._replica.world_size
-            reader = PayloadReader(cuda_device_index, shared=shared, releases=self._phases.is_first or not shared)
-            try:
-                content = decode(self._own_payload(req), reader)
-                reader.opened = True  # tensors may also have come inline, without a handle
-            finally:
-                clock.opened = reader.opened
-            by_module = named_tensors(content, req.load_format, req.target_modules or [])
+            by_module, scaling = self._open(req, clock)
         with clock.stage("validate"):
             updates = []
-            modules = self._modules()
+            modules, views = self._modules(), self._views()
             for name, named in by_module.items():
                 if name in modules:
                     with torch.inference_mode():
                         restore_weight_snapshot(modules[name])
-                scaling = (req.layer_scaling or {}).get(name)
-                pairing = pair_up(named, alpha=req.lora_alpha, rank=req.lora_rank, layer_scaling=scaling)
+                pairing = pair_up(
+                    named,
+                    alpha=req.lora_alpha,
+                    rank=req.lora_rank,
+                    layer_scaling=scaling.get(name),
+                    alpha_required=req.upload_path is not None,
+                )
                 faults = list(pairing.faults)
-                if (view := self._views().get(name)) is not None and not faults:
-                    faults += view.objections(pairing.pairs)
-                updates.append(ModuleUpdate(name, pairing.pairs, req.update_id is not None, req.allow_partial, faults))
+                if name in views and not faults:
+                    faults += views[name].objections(pairing.pairs)
+                whole = req.update_id is not None or req.upload_path is not None
+                updates.append(ModuleUpdate(name, pairing.pairs, whole, req.allow_partial, faults))
             return updates
+
+    def _open(
+        self, req: MergeReq, clock: Clock
+    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+        """Named tensors and layer scaling, both by module."""
+        modules = req.target_modules or []
+        if req.upload_path is not None:
+            (module,) = modules
+            named, scaling = read_adapter(req.upload_path)
+            clock.opened = True
+            return {module: named}, {module: scaling}
+        shared = len(req.serialized_named_tensors) < self._replica.world_size
+        reader = PayloadReader(cuda_device_index, shared=shared, releases=self._phases.is_first or not shared)
+        try:
+            content = decode(self._own_payload(req), reader)
+            reader.opened = True  # tensors may also have come inline, without a handle
+        finally:
+            clock.opened = reader.opened
+        return named_tensors(content, req.load_format, modules), req.layer_scaling or {}
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self._refuse_states(req.target_modules or [])

@@ -14,15 +14,17 @@ from sgld_lora_merge.precision import checked_scale, scale_of
 PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WRAPPER_PREFIXES = ("base_model.model.", "diffusion_model.")  # PEFT's, and the one of the original checkpoints
 
-_LORA_NAME = re.compile(r"(?P<layer>.+?)\.lora_(?P<side>[AB])(?P<rest>(?:\..+)?)")
+# <layer>.lora_A, or as diffusers and the original checkpoints write it: lora_down, lora.down; then adapter and .weight.
+_LORA_NAME = re.compile(r"(?P<layer>.+?)\.lora[_.](?P<side>[AB]|down|up)(?P<rest>(?:\..+)?)")
+_SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
+_ALPHA = "alpha"
 # Names that other trainers write and that must not be dropped in silence: pattern, what it is.
 _REFUSED_NAMES = (
     (re.compile(r"lora_magnitude_vector|\.dora_scale$"), "a DoRA magnitude; DoRA is not a low-rank update"),
     (re.compile(r"\.lora_[AB](\..+)?\.bias$|\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
     (re.compile(r"\.diff$|\.set_weight$"), "a full difference; send it as a full-weight update"),
     (re.compile(r"\.lora_embedding_[AB](\..+)?$"), "an embedding adapter; only linear layers are merged"),
-    (re.compile(r"^lora_(unet|te\d?|transformer)_|\.lora_(down|up)\."), "in kohya format, which is not read yet"),
-    (re.compile(r"\.alpha$"), "a per-layer alpha entry, which is not read yet; send layer_scaling instead"),
+    (re.compile(r"^lora_(unet|te\d?|transformer)_"), "in kohya format, whose flattened layer names are not read yet"),
 )  # fmt: skip
 
 
@@ -55,7 +57,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class LoraName:
-    """A tensor name taken apart: ``<layer>.lora_<side>[.<adapter>][.weight]``."""
+    """A tensor name taken apart: ``<layer>.lora_<side>[.<adapter>][.weight]``, or ``<layer>.alpha``.
+
+    Attributes:
+        side: "A", "B", or "alpha" for a layer's own alpha.
+    """
 
     layer: str
     side: str
@@ -71,12 +77,14 @@ def parse_name(name: str) -> LoraName:
     for pattern, kind in _REFUSED_NAMES:
         if pattern.search(name):
             raise RequestError(f"{name!r} is {kind}")
+    if name.endswith(".alpha"):
+        return LoraName(layer_name(name.removesuffix(".alpha")), _ALPHA, "")
     match = _LORA_NAME.fullmatch(name)
     if match is None:
         raise RequestError(f"{name!r} is not named <layer>.lora_A or <layer>.lora_B")
     adapter = match["rest"].removeprefix(".")
     adapter = "" if adapter == "weight" else adapter.removesuffix(".weight")
-    return LoraName(layer_name(match["layer"]), match["side"], adapter)
+    return LoraName(layer_name(match["layer"]), _SIDES[match["side"]], adapter)
 
 
 def layer_name(name: str) -> str:
@@ -100,6 +108,7 @@ def pair_up(
     alpha: float | None = None,
     rank: int | None = None,
     layer_scaling: Mapping[str, float] | None = None,
+    alpha_required: bool = False,
 ) -> Pairing:
     """Group named tensors into pairs and check all that can be checked without a model.
 
@@ -108,21 +117,25 @@ def pair_up(
 
     Args:
         named_tensors: names as in `parse_name`, in any order.
-        alpha: scale is alpha / rank; None means alpha = rank.
-        rank: must be the rank of every pair without an entry in ``layer_scaling``; None checks nothing.
-        layer_scaling: layer prefix -> the whole scale of that layer, in place of alpha / rank.
+        alpha: scale is alpha / rank; None means alpha = rank. A layer's own ``.alpha`` entry goes before it.
+        rank: must be the rank of every pair without a scale of its own; None checks nothing.
+        layer_scaling: layer prefix -> the whole scale of that layer, in place of any alpha / rank.
+        alpha_required: a layer whose alpha nothing says is a fault, instead of alpha = rank.
     """
     faults: list[str] = []
-    halves = _group(named_tensors, faults)
+    halves, alphas = _group(named_tensors, faults)
     scales = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
     if unused := sorted(set(scales) - set(halves)):
         faults.append(f"layer_scaling names layers that have no pair: {name_some(unused)}")
     pairs = []
     for layer in sorted(halves):
         try:
-            pairs.append(_make_pair(layer, halves[layer], alpha, rank, scales.get(layer)))
+            scaling = _Scaling(alpha, rank, alphas.get(layer), scales.get(layer), alpha_required)
+            pairs.append(_make_pair(layer, halves[layer], scaling))
         except RequestError as error:
             faults.extend(error.faults)
+    if lone := sorted(alphas.keys() - halves.keys()):
+        faults.append(f"alpha entries of layers that have no pair: {name_some(lone)}")
     if not halves and not faults:
         faults.append("the payload holds no lora_A / lora_B tensors")
     faults.extend(_non_finite([half for sides in halves.values() for half in sides.values()]))
@@ -136,12 +149,45 @@ class _Half:
     tensor: torch.Tensor
 
 
-def _group(named: Iterable[tuple[str, torch.Tensor]], faults: list[str]) -> dict[str, dict[str, _Half]]:
-    """Layer -> side -> tensor; faults of single names and tensors are appended to ``faults``."""
+@dataclass(frozen=True)
+class _Scaling:
+    """All that may say a layer's scale: of the request, and of the layer."""
+
+    alpha: float | None
+    rank: int | None
+    own_alpha: float | None
+    own_scale: float | None
+    alpha_required: bool
+
+    def of(self, layer: str, rank: int) -> float:
+        if self.own_scale is not None:
+            return checked_scale(self.own_scale, f"layer_scaling of {layer!r}")
+        if self.own_alpha is not None:
+            told = f"the alpha entry {self.own_alpha} of {layer!r} over rank {rank}"
+            return checked_scale(self.own_alpha / rank, told)
+        if self.alpha is None and self.alpha_required:
+            raise RequestError(
+                f"{layer!r} has no alpha: PEFT keeps it in adapter_config.json; add lora_alpha to the query"
+            )
+        if self.rank is not None and self.rank != rank:
+            raise RequestError(f"{layer!r} has rank {rank}, the request says lora_rank {self.rank}")
+        return scale_of(self.alpha, rank)
+
+
+def _group(
+    named: Iterable[tuple[str, torch.Tensor]], faults: list[str]
+) -> tuple[dict[str, dict[str, _Half]], dict[str, float]]:
+    """Layer -> side -> tensor, and layer -> alpha entry; faults of single names and tensors go to ``faults``."""
     halves: dict[str, dict[str, _Half]] = {}
+    alphas: dict[str, float] = {}
     for name, tensor in named:
         try:
             parsed = parse_name(name)
+            if parsed.side == _ALPHA:
+                if parsed.layer in alphas:
+                    raise RequestError(f"{name!r} is the second alpha entry of its layer")
+                alphas[parsed.layer] = _alpha(name, tensor)
+                continue
         except RequestError as error:
             faults.extend(error.faults)
             continue
@@ -156,12 +202,16 @@ def _group(named: Iterable[tuple[str, torch.Tensor]], faults: list[str]) -> dict
             faults.append(f"{name!r} has shape {tuple(tensor.shape)}; lora_{parsed.side} has two dimensions")
         elif tensor.numel() == 0:
             faults.append(f"{name!r} is empty: shape {tuple(tensor.shape)}")
-    return halves
+    return halves, alphas
 
 
-def _make_pair(
-    layer: str, sides: Mapping[str, _Half], alpha: float | None, rank: int | None, scale: float | None
-) -> Pair:
+def _alpha(name: str, tensor: torch.Tensor) -> float:
+    if tensor.numel() != 1 or tensor.is_complex():
+        raise RequestError(f"{name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; an alpha is one number")
+    return float(tensor)
+
+
+def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pair:
     if len(sides) == 1:
         (present,) = sides
         missing = "B" if present == "A" else "A"
@@ -179,11 +229,7 @@ def _make_pair(
         )
     if a.tensor.device != b.tensor.device:
         raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
-    if scale is not None:
-        return Pair(layer, a.tensor, b.tensor, checked_scale(scale, f"layer_scaling of {layer!r}"))
-    if rank is not None and rank != own_rank:
-        raise RequestError(f"{layer!r} has rank {own_rank}, the request says lora_rank {rank}")
-    return Pair(layer, a.tensor, b.tensor, scale_of(alpha, own_rank))
+    return Pair(layer, a.tensor, b.tensor, scaling.of(layer, own_rank))
 
 
 def _non_finite(halves: Sequence[_Half]) -> list[str]:

@@ -63,6 +63,19 @@ class UpdateRequest(BaseModel):
         return [DEFAULT_MODULE] if self.target_modules is None else self.target_modules
 
 
+class UploadQuery(BaseModel):
+    """Query of ``POST /lora_merge/upload``, whose body is a safetensors file: the module's whole adapter."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    target_module: str = DEFAULT_MODULE
+    lora_alpha: float | None = Field(None, description="Needed where the file has neither alphas nor layer_scaling.")
+    lora_rank: int | None = None
+    weight_version: str | None = None
+    update_id: str | None = None
+    adapter: str = "default"
+
+
 class ResetRequest(BaseModel):
     """Body of ``POST /lora_merge/reset``; an empty body means all modules."""
 
@@ -198,10 +211,7 @@ def check_update(request: UpdateRequest) -> None:
         faults.append("target_modules is empty")
     if len(set(request.modules)) != len(request.modules):
         faults.append(f"target_modules names a module twice: {request.modules}")
-    if request.lora_alpha is not None and not math.isfinite(request.lora_alpha):
-        faults.append(f"lora_alpha is {request.lora_alpha}; a finite number is needed")
-    if request.lora_rank is not None and request.lora_rank < 1:
-        faults.append(f"lora_rank is {request.lora_rank}; it is at least 1")
+    faults.extend(_scaling_faults(request))
     uuids = request.payload_gpu_uuids
     if uuids is not None and len(uuids) != len(request.serialized_named_tensors):
         faults.append(
@@ -218,6 +228,30 @@ def check_update(request: UpdateRequest) -> None:
     faults.extend(_transaction_faults(request))
     if faults:
         raise RequestError(*faults)
+
+
+def check_upload(query: UploadQuery) -> None:
+    """Check values of an upload's query.
+
+    Raises:
+        RequestError: with all that is wrong.
+    """
+    faults = _scaling_faults(query)
+    if query.update_id == "":
+        faults.append("update_id is empty")
+    if query.adapter != "default":
+        faults.append(f"adapter {query.adapter!r}: several named adapters are not built yet")
+    if faults:
+        raise RequestError(*faults)
+
+
+def _scaling_faults(request: UpdateRequest | UploadQuery) -> list[str]:
+    faults = []
+    if request.lora_alpha is not None and not math.isfinite(request.lora_alpha):
+        faults.append(f"lora_alpha is {request.lora_alpha}; a finite number is needed")
+    if request.lora_rank is not None and request.lora_rank < 1:
+        faults.append(f"lora_rank is {request.lora_rank}; it is at least 1")
+    return faults
 
 
 def _transaction_faults(request: UpdateRequest) -> list[str]:

@@ -96,8 +96,8 @@ class Ledger:
             raise ConflictError(f"bucket {bucket.index} of {name} has arrived with other bytes")
         mine = {"num_buckets": bucket.count, **bucket.terms}
         first = {"num_buckets": update.count, **update.terms}
-        if differing := [field for field, value in mine.items() if value != first[field]]:
-            told = "; ".join(f"{field} is {mine[field]!r} here, {first[field]!r} before" for field in differing)
+        if differing := [field for field, value in mine.items() if value != first.get(field)]:
+            told = "; ".join(f"{field} is {mine[field]!r} here, {first.get(field)!r} before" for field in differing)
             raise ConflictError(f"the buckets of {name} differ: {told}")
         return None
 

@@ -105,8 +105,6 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
         ("lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight", "kohya"),  # case N6
         ("lora_unet_joint_blocks_0_context_block_attn_proj.alpha", "kohya"),
         ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "kohya"),
-        ("diffusion_model.blocks.0.to_q.lora_down.weight", "kohya"),
-        ("diffusion_model.blocks.0.to_q.alpha", "alpha"),  # case N7
         ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
         ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
         ("to_q.dora_scale", "DoRA"),
@@ -342,3 +340,66 @@ def test_n7_the_prefix_of_original_checkpoints_is_handled():
     named = [(f"diffusion_model.{name}", tensor) for name, tensor in sides("blocks.0.q")]
 
     assert [pair.layer for pair in pair_up(named).pairs] == ["blocks.0.q"]
+
+
+@pytest.mark.parametrize(("down", "up"), [("lora_down", "lora_up"), ("lora.down", "lora.up")])
+def test_down_and_up_are_a_and_b(down, up):
+    (_, a), (_, b) = sides("x")
+
+    (pair,) = pair_up([(f"x.{down}.weight", a), (f"x.{up}.weight", b)]).pairs
+
+    assert pair.a is a
+    assert pair.b is b
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_n7_a_layers_own_alpha_gives_its_scale(dtype, shape):
+    """Before the request's alpha, and such a layer may have another rank than the request says."""
+    named = [*sides("x", rank=2), ("x.alpha", torch.full(shape, 6, dtype=dtype)), *sides("y", rank=4)]
+
+    pairing = pair_up(named, alpha=8, rank=4)
+
+    assert pairing.faults == ()
+    assert [pair.scale for pair in pairing.pairs] == [3.0, 2.0]
+
+
+def test_layer_scaling_goes_before_a_layers_own_alpha():
+    pairing = pair_up([*sides("x"), ("x.alpha", torch.tensor(6.0))], layer_scaling={"x": 0.5})
+
+    assert [pair.scale for pair in pairing.pairs] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "told"),
+    [
+        (torch.ones(2), "an alpha is one number"),
+        (torch.ones(()) * 1j, "an alpha is one number"),
+        (torch.tensor(math.nan), "the alpha entry nan of 'x' over rank 2"),
+    ],
+)
+def test_an_alpha_that_is_no_number_is_refused(alpha, told):
+    assert any(told in fault for fault in faults_of([*sides("x", rank=2), ("x.alpha", alpha)]))
+
+
+def test_alphas_without_a_pair_and_second_alphas_are_refused():
+    faults = faults_of(
+        [
+            *sides("x"),
+            ("z.alpha", torch.ones(())),
+            ("x.alpha", torch.ones(())),
+            ("diffusion_model.x.alpha", torch.ones(())),
+        ]
+    )
+
+    assert "alpha entries of layers that have no pair: z" in faults
+    assert "'diffusion_model.x.alpha' is the second alpha entry of its layer" in faults
+
+
+def test_an_alpha_may_be_required_and_then_any_source_of_it_will_do():
+    named = [*sides("x"), *sides("y"), *sides("z"), ("y.alpha", torch.ones(()))]
+
+    pairing = pair_up(named, layer_scaling={"z": 1.0}, alpha_required=True)
+
+    assert [fault.split(":")[0] for fault in pairing.faults] == ["'x' has no alpha"]
+    assert pair_up(named, alpha=1, alpha_required=True).faults == ()

@@ -49,6 +49,12 @@ def test_another_content_type_is_415(kind):
     assert refusal("POST", {"content-type": kind, "transfer-encoding": "chunked"}, OPEN)[0] == 415
 
 
+def test_a_route_that_reads_files_takes_any_content_type():
+    headers = {"content-type": "application/x-www-form-urlencoded", "content-length": "2"}
+    assert refusal("POST", headers, OPEN, json_only=False) is None
+    assert refusal("POST", headers | {"origin": "https://example.org"}, OPEN, json_only=False)[0] == 403
+
+
 def test_a_charset_is_fine_and_so_is_an_empty_body_without_a_type():
     assert refusal("POST", JSON | {"content-type": "Application/JSON; charset=utf-8"}, OPEN) is None
     assert refusal("POST", {"content-length": "0"}, OPEN) is None

@@ -66,6 +66,21 @@ def test_s2_layer_scaling_is_the_whole_scale_of_a_layer(zimage):
     zimage.holds(zimage.expect(adapter, scales))
 
 
+def test_n7_a_layers_own_alpha_is_its_scale(zimage):
+    """As original checkpoints name things: a prefix, down and up, an alpha for each layer."""
+    adapter = zimage.adapter()
+    tensors = []
+    for layer, (a, b) in adapter.items():
+        prefix = f"diffusion_model.{layer}"
+        tensors += [
+            (f"{prefix}.lora_down.weight", a),
+            (f"{prefix}.lora_up.weight", b),
+            (f"{prefix}.alpha", torch.tensor(3.0)),
+        ]
+    assert zimage.update(tensors).status_code == 200
+    zimage.holds(zimage.expect(adapter, 0.75))
+
+
 def test_ranks_may_differ_where_no_rank_is_given(zimage):
     adapter = zimage.adapter() | {
         layer: pair for layer, pair in zimage.adapter(rank=2, seed=3).items() if "attention" in layer

@@ -1,0 +1,38 @@
+"""A safetensors file as an adapter: its tensors, and the scales that its metadata holds. No pickle anywhere."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sgld_lora_merge.errors import RequestError
+
+LAYER_SCALING = "layer_scaling"
+
+
+def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, float]]:
+    """The named tensors of a file, on the CPU, and its ``layer_scaling``: layer prefix -> whole scale.
+
+    Raises:
+        RequestError: not a safetensors file, or metadata that is not what it should be.
+    """
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            scaling = _layer_scaling((file.metadata() or {}).get(LAYER_SCALING))
+            return [(name, file.get_tensor(name)) for name in file.keys()], scaling  # noqa: SIM118  # not a dict
+    except SafetensorError as error:
+        raise RequestError(f"the body is not a safetensors file: {error}") from error
+
+
+def _layer_scaling(text: str | None) -> dict[str, float]:
+    if text is None:
+        return {}
+    try:
+        scaling = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{LAYER_SCALING} in the file's metadata is not JSON: {error}") from error
+    if not isinstance(scaling, dict) or not all(type(scale) in (int, float) for scale in scaling.values()):
+        raise RequestError(f"{LAYER_SCALING} in the file's metadata is not an object of numbers")
+    return {layer: float(scale) for layer, scale in scaling.items()}

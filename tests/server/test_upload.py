@@ -1,0 +1,135 @@
+"""Upload: a safetensors file over HTTP, no pickle, no IPC."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from support import lora
+from support.server import environment
+
+LAYER = "layers.0.attention.to_q"
+
+
+def body(adapter, metadata=None, extra=None):
+    tensors = dict(lora.named(adapter)) | (extra or {})
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+
+
+def upload(engine, content, **query):
+    return engine.server.client.post("/lora_merge/upload", content=content, params=query)
+
+
+def test_an_uploaded_file_is_merged_byte_for_byte(zimage):
+    adapter = zimage.adapter()
+    answer = upload(zimage, body(adapter), lora_alpha=6, lora_rank=4, weight_version="7")
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["state"], answer.json()["layers"], answer.json()["weight_version"]) == ("live", 14, "7")
+    zimage.holds(zimage.expect(adapter))
+
+
+def test_curl_sends_an_adapter_that_peft_saved(zimage, tmp_path):
+    """As it lies in the folder, alpha in the query, whatever content type curl sends."""
+    script = """
+import sys, examples, peft, torch
+from diffusers import ZImageTransformer2DModel
+model = ZImageTransformer2DModel.from_pretrained(sys.argv[1] + "/transformer", torch_dtype=torch.bfloat16)
+config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=r"layers\\..*\\.(to_q|to_k|to_v|to_out\\.0|w1|w2|w3)")
+model = peft.get_peft_model(model, config)
+torch.manual_seed(0)
+for name, parameter in model.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter, std=0.3)
+model.save_pretrained(sys.argv[2])
+"""
+    folder = tmp_path / "adapter"
+    with (tmp_path / "log").open("wb") as log:
+        subprocess.run([sys.executable, "-c", script, str(zimage.checkpoint), str(folder)], check=True, stdout=log,
+                       stderr=log, cwd=Path(__file__).parents[2], env=environment())  # fmt: skip
+    file = folder / "adapter_model.safetensors"
+    url = f"{zimage.server.client.base_url}/lora_merge/upload?lora_alpha=6"
+    answer = subprocess.run(
+        ["curl", "-s", "--data-binary", f"@{file}", url], check=True, capture_output=True, text=True
+    )
+    assert json.loads(answer.stdout)["success"] is True, answer.stdout
+
+    from safetensors.torch import load_file
+
+    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+    layers = {name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")}
+    adapter = {layer: (saved[f"{layer}.lora_A.weight"], saved[f"{layer}.lora_B.weight"]) for layer in layers}
+    assert len(adapter) == 14
+    zimage.holds(zimage.expect(adapter))
+
+
+def test_the_file_is_the_modules_whole_adapter(zimage):
+    some = {layer: pair for layer, pair in zimage.adapter(seed=2).items() if "layers.1" in layer}
+    zimage.update(zimage.adapter(seed=1))
+    assert upload(zimage, body(some), lora_alpha=6).status_code == 200
+    zimage.holds(zimage.expect(some))
+
+
+def test_scales_may_come_with_the_file(zimage):
+    adapter = zimage.adapter()
+    alphas = {f"{layer}.alpha": torch.tensor(3.0) for layer in adapter if layer != LAYER}
+    answer = upload(zimage, body(adapter, {"layer_scaling": json.dumps({LAYER: 4.0})}, alphas))
+    assert answer.status_code == 200, answer.text
+    zimage.holds(zimage.expect(adapter, dict.fromkeys(adapter, 0.75) | {LAYER: 4.0}))
+
+
+def test_with_no_alpha_anywhere_it_is_refused_and_says_where_peft_keeps_it(zimage):
+    checksum = zimage.checksum()
+    answer = upload(zimage, body(zimage.adapter()))
+    assert answer.status_code == 400
+    assert "adapter_config.json" in answer.json()["message"]
+    assert zimage.checksum() == checksum
+
+
+@pytest.mark.parametrize(
+    ("content", "query", "status", "named"),
+    [
+        (b"hello", {"lora_alpha": 6}, 400, "not a safetensors file"),
+        (b"", {"lora_alpha": 6}, 400, "not a safetensors file"),
+        (None, {"lora_alpha": "nan"}, 400, "lora_alpha is nan"),
+        (None, {"lora_alpha": "six"}, 422, "lora_alpha"),
+        (None, {"lora_alpha": 6, "lora_rank": 8}, 400, "lora_rank 8"),
+        (None, {"lora_alpha": 6, "target_module": "transformer_2"}, 400, "transformer_2"),
+        (None, {"lora_alpha": 6, "adapter": "style"}, 400, "'style'"),
+    ],
+)
+def test_bad_uploads_are_refused_by_name(zimage, content, query, status, named):
+    zimage.update(zimage.adapter(seed=1), weight_version="good")
+    checksum = zimage.checksum()
+    answer = upload(zimage, body(zimage.adapter()) if content is None else content, **query)
+    assert answer.status_code == status
+    assert named in answer.json()["message"]
+    assert zimage.checksum() == checksum
+    assert not [path.name for path in Path("/dev/shm").glob("sgld_lora_upload_*")]
+
+
+def test_a_lost_answer_is_given_again(zimage):
+    adapter = zimage.adapter()
+    query = {"lora_alpha": 6, "update_id": "uploaded once"}
+    first = upload(zimage, body(adapter), **query)
+    assert upload(zimage, body(adapter), **query).json() == first.json()
+    assert upload(zimage, body(zimage.adapter(seed=2)), **query).status_code == 409
+    assert zimage.update(adapter, update_id="uploaded once").status_code == 409
+
+
+def test_a_foreign_origin_is_refused(zimage):
+    answer = zimage.server.client.post("/lora_merge/upload", content=b"x", headers={"origin": "https://example.org"})
+    assert answer.status_code == 403
+
+
+def test_on_tp_2_every_rank_reads_the_file(tp2):
+    from tests.server.test_tensor_parallel import holds
+
+    adapter = tp2.adapter()
+    assert upload(tp2, body(adapter), lora_alpha=6).status_code == 200
+    holds(tp2, adapter)
