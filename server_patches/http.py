@@ -150,12 +150,8 @@ class MergeRoutes:
             check_update(update)
             self._refuse_replicas()
             return await self._apply(_to_workers(update), _bucket_of(update, body), len(body), ignored)
-        except NoAnswer as error:
-            self.record.failure(error.reason)
-            return _error(error.status, str(error))
         except LoraMergeError as error:
-            self.record.failure(error.reason)
-            return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
+            return self._refused(error, payloads)
 
     async def _upload(self, request: Request) -> JSONResponse:
         try:
@@ -177,12 +173,15 @@ class MergeRoutes:
                 name = query.update_id
                 bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms) if name is not None else None
                 return await self._apply(req, bucket, upload.nbytes, ignored)
-        except NoAnswer as error:
-            self.record.failure(error.reason)
-            return _error(error.status, str(error))
         except LoraMergeError as error:
-            self.record.failure(error.reason)
-            return _error(error.status, f"{error}. Nothing was changed")
+            return self._refused(error, payloads=0)
+
+    def _refused(self, error: LoraMergeError, payloads: int) -> JSONResponse:
+        """The answer to an update that did not reach the workers, or that they did not answer."""
+        self.record.failure(error.reason)
+        if isinstance(error, NoAnswer):
+            return _error(error.status, str(error))
+        return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
     async def _apply(self, req: MergeReq, bucket: Bucket | None, nbytes: int, ignored: list[str]) -> JSONResponse:
         """Send an update, or a bucket of one, to the workers, and keep the books."""

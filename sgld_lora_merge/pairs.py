@@ -139,7 +139,7 @@ def pair_up(
     if not halves and not faults:
         faults.append("the payload holds no lora_A / lora_B tensors")
     faults.extend(_non_finite([half for sides in halves.values() for half in sides.values()]))
-    return Pairing(tuple(pairs), tuple(faults))
+    return Pairing(tuple(pairs), tuple(dict.fromkeys(faults)))  # what is wrong with the request is wrong in all layers
 
 
 @dataclass(frozen=True, eq=False)
