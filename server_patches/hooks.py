@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgld_lora_merge.errors import LoraMergeError
 
@@ -20,7 +20,7 @@ _worker: MergeWorker | None = None
 _routes: MergeRoutes | None = None
 
 
-def stop(sentence: str) -> None:
+def stop(sentence: str) -> NoReturn:
     """End this process: an engine that serves without the plugin would train nothing and say nothing.
 
     ``SystemExit``, because sglang logs a plugin's other exceptions and starts without it.
@@ -50,9 +50,8 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         _worker = make_merge_worker(scheduler.worker)
     except LoraMergeError as error:
         stop(str(error))
-    else:
-        scheduler.request_handlers[MergeReq] = _worker.handle
-        logger.info("sgld-lora-merge is in force: %s", _worker.engine.precision)
+    scheduler.request_handlers[MergeReq] = _worker.handle
+    logger.info("sgld-lora-merge is in force: %s", _worker.engine.precision)
 
 
 def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:

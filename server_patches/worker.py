@@ -11,7 +11,7 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -201,7 +201,7 @@ class MergeWorker:
         staged = self._staged
         if staged is None or staged.update_id != req.update_id:
             raise ConflictError(f"update {req.update_id!r} is not staged here")
-        self._refuse_states(list(staged.pairs))
+        self._prepare(staged.pairs)
         with clock.stage("validate"):
             return self.engine.plan(staged.updates())
 
@@ -237,16 +237,14 @@ class MergeWorker:
 
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload, or the uploaded file, to pairs by module."""
-        self._refuse_states(req.target_modules or [])
+        staged = self._staged_for(req).pairs if req.update_id is not None else {}
+        self._prepare([*(req.target_modules or []), *staged])
         with clock.stage("deserialize"):
             by_module, scaling = self._open(req, clock)
         with clock.stage("validate"):
             updates = []
-            modules, views = self._modules(), self._views()
+            views = self._views()
             for name, named in by_module.items():
-                if name in modules:
-                    with torch.inference_mode():
-                        restore_weight_snapshot(modules[name])
                 pairing = pair_up(
                     named,
                     alpha=req.lora_alpha,
@@ -281,12 +279,12 @@ class MergeWorker:
         return named_tensors(content, req.load_format, modules), req.layer_scaling or {}
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
-        self._refuse_states(req.target_modules or [])
+        self._prepare(self.engine.states if req.target_modules is None else req.target_modules)
         with clock.stage("validate"):
             return self.engine.plan_reset(req.target_modules)
 
     def _plan_rollback(self, req: MergeReq, clock: Clock) -> Plan:
-        self._refuse_states(list(self.engine.states))
+        self._prepare(self.engine.states)
         with clock.stage("validate"):
             return self.engine.plan_rollback()
 
@@ -338,7 +336,18 @@ class MergeWorker:
         if self.gpu_worker.is_sleeping():
             raise ConflictError("the engine is asleep: POST /resume_memory_occupation first")
 
-    def _refuse_states(self, modules: list[str]) -> None:
+    def _prepare(self, modules: Iterable[str]) -> None:
+        """Before every plan: refuse what cannot be merged, and bring weights to where writes to them last.
+
+        An engine that parks a module on the host (--dit-cpu-offload) serves from a copy, which it throws away.
+        """
+        names = set(modules)
+        self._refuse_states(names)
+        for name, module in self._modules().items():
+            if name in names:
+                _restore(module)
+
+    def _refuse_states(self, modules: Collection[str]) -> None:
         """States of the engine in which merging is not built or not defined."""
         self._refuse_sleep()
         args, pipeline = self.gpu_worker.server_args, self.gpu_worker.pipeline
@@ -425,8 +434,7 @@ class MergeWorker:
         names = [name for name, each in self._modules().items() if each is module]
         for name in names:
             if self.engine.state(name).live:
-                with torch.inference_mode():
-                    restore_weight_snapshot(module)
+                _restore(module)
                 self.engine.restore(name)
         try:
             yield
@@ -454,6 +462,12 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
     )
+
+
+def _restore(module: nn.Module) -> None:
+    """Make a module's parameters those that sglang keeps, if it serves from a copy of them."""
+    with torch.inference_mode():
+        restore_weight_snapshot(module)
 
 
 def _only(values: set[Any]) -> Any:

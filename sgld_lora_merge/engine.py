@@ -79,7 +79,7 @@ class Plan:
     """A checked update with all its memory; commit it once."""
 
     modules: tuple[ModulePlan, ...]
-    scratch: kernels.Scratch | None
+    scratch: Mapping[torch.device, kernels.Scratch | None]
 
     @property
     def layers(self) -> int:
@@ -257,9 +257,13 @@ class MergeEngine:
             snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in state.store}
             owned.append(replace(plan, after=after, snapshots=snapshots))
         both_ways = [
-            job for plan in owned for adapter in (plan.after, plan.before) for _, job in self._jobs(plan, adapter)
+            each for plan in owned for adapter in (plan.after, plan.before) for each in self._jobs(plan, adapter)
         ]
-        return Plan(tuple(owned), kernels.scratch_for(both_ways, self.precision))
+        scratch = {
+            device: kernels.scratch_for([job for _, job in jobs], self.precision)
+            for device, jobs in _by_device(both_ways).items()
+        }
+        return Plan(tuple(owned), scratch)
 
     # commit
 
@@ -296,7 +300,9 @@ class MergeEngine:
             state = self.states[name]
             state.weight_version, state.previous, state.previous_version = version, None, None
 
-    def _write(self, plan: ModulePlan, adapter: Adapter, scratch: kernels.Scratch | None) -> MergeStats:
+    def _write(
+        self, plan: ModulePlan, adapter: Adapter, scratch: Mapping[torch.device, kernels.Scratch | None]
+    ) -> MergeStats:
         jobs = self._jobs(plan, adapter)
         merged = {target.key for target, _ in jobs}
         view = self._modules()[plan.module]
@@ -305,10 +311,11 @@ class MergeEngine:
                 if target.key not in merged:
                     _rows(view, target).copy_(self._base(plan, target))
         total = MergeStats()
-        results = kernels.merge([job for _, job in jobs], self.precision, scratch)
-        for (target, _), stats in zip(jobs, results, strict=True):
-            share = 1 / target.copies
-            total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
+        for device, here in _by_device(jobs).items():
+            results = kernels.merge([job for _, job in here], self.precision, scratch[device])
+            for (target, _), stats in zip(here, results, strict=True):
+                share = 1 / target.copies
+                total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
         return total
 
     def _jobs(self, plan: ModulePlan, adapter: Adapter) -> list[tuple[Target, MergeJob]]:
@@ -348,6 +355,14 @@ def _exchange(module: str, before: Adapter, after: Adapter) -> ModulePlan:
     targets = {placed.target.key: placed.target for placed in (*before.values(), *after.values())}
     layers = sorted({placed.pair.layer for placed in after.values()})
     return ModulePlan(module, before, after, tuple(targets.values()), {}, tuple(layers))
+
+
+def _by_device(jobs: Iterable[tuple[Target, MergeJob]]) -> dict[torch.device, list[tuple[Target, MergeJob]]]:
+    """The jobs of each device: an engine may keep one module on a GPU and another on the host."""
+    groups: dict[torch.device, list[tuple[Target, MergeJob]]] = {}
+    for target, job in jobs:
+        groups.setdefault(job.out.device, []).append((target, job))
+    return groups
 
 
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:

@@ -112,6 +112,23 @@ def test_m4_a_captured_graph_runs_with_the_merged_weight():
     assert torch.equal(y, torch.nn.functional.linear(x, model[0].weight))
 
 
+@pytest.mark.parametrize("precision", Precision)
+def test_modules_on_the_gpu_and_on_the_host_are_merged_in_one_update(precision):
+    """As where the text encoder is parked on the host; in either order, and undone as well."""
+    models = {device: torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).to(device) for device in ("cuda", "cpu")}
+    before = {device: model[0].weight.detach().clone() for device, model in models.items()}
+    engine = MergeEngine(lambda: {name: LinearModule(model) for name, model in models.items()}, precision)
+    pair = Pair("0", torch.randn(4, 64), torch.randn(64, 4), 1.5)
+    for order in (("cuda", "cpu"), ("cpu", "cuda")):
+        plan = engine.plan([ModuleUpdate(name, [pair]) for name in order])
+        engine.commit(plan)
+        for device, model in models.items():
+            expected = before[device].cpu() + 1.5 * pair.b @ pair.a
+            torch.testing.assert_close(model[0].weight.cpu(), expected)
+        engine.revert(plan)
+        assert all(torch.equal(model[0].weight, before[device]) for device, model in models.items())
+
+
 def test_an_overflow_is_counted_and_undone():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).to("cuda", torch.float16)
     before = model[0].weight.detach().clone()

@@ -3,6 +3,8 @@ sgl_kernel is not to be had, only the weights' path runs."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -33,8 +35,8 @@ class GpuEngine:
                 "lora_rank": 4} | fields  # fmt: skip
         return self.server.post("/update_weights_from_tensor", body)
 
-    def holds(self, adapter, scale=1.5):
-        merged = lora.merged(self.targets, adapter, scale, lora.merge_fp16)
+    def holds(self, adapter, scale=1.5, merge=lora.merge_fp16):
+        merged = lora.merged(self.targets, adapter, scale, merge)
         cpu = {layer: weight.cpu() for layer, weight in merged.items()}
         body = {"target_module": "transformer",
                 "expected_named_tensors_sha256": lora.checksums(lora.engine_zimage(cpu))}  # fmt: skip
@@ -42,13 +44,34 @@ class GpuEngine:
         assert answer.status_code == 200, answer.text
 
 
+@contextmanager
+def serve(tmp_path_factory, arguments, precision):
+    checkpoint = checkpoints.zimage(tmp_path_factory.mktemp("zimage"))
+    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": precision}
+    folder = tmp_path_factory.mktemp("server")
+    with server.running(checkpoint, "Z-Image", folder, arguments=arguments, env=env) as running:
+        yield GpuEngine(running, checkpoint)
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    checkpoint = checkpoints.zimage(tmp_path_factory.mktemp("zimage"))
-    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "0"}
-    folder = tmp_path_factory.mktemp("server")
-    with server.running(checkpoint, "Z-Image", folder, arguments=ARGUMENTS, env=env) as running:
-        yield GpuEngine(running, checkpoint)
+    with serve(tmp_path_factory, ARGUMENTS, "0") as engine:
+        yield engine
+
+
+def test_a_transformer_that_is_parked_on_the_host(tmp_path_factory):
+    """--dit-cpu-offload: updates, rollback and reset reach the weights that the engine keeps."""
+    arguments = [argument if argument != "false" else "true" for argument in ARGUMENTS]
+    with serve(tmp_path_factory, arguments, "1") as engine:
+        first, second = engine.adapter(1), engine.adapter(2)
+        for adapter in (first, second):
+            answer = engine.update(adapter)
+            assert answer.status_code == 200, answer.text
+            engine.holds(adapter, merge=lora.merge_fp32)
+        assert engine.server.post("/lora_merge/rollback").status_code == 200
+        engine.holds(first, merge=lora.merge_fp32)
+        assert engine.server.post("/lora_merge/reset").status_code == 200
+        engine.holds({})
 
 
 def test_updates_over_cuda_ipc_equal_the_trainers_eager_merge(engine):
