@@ -20,6 +20,7 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionHeader, header_value
+from sgld_lora_merge.engine import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -168,6 +169,7 @@ class MergeRoutes:
                     weight_version=query.weight_version,
                     update_id=query.update_id,
                     upload_path=upload.path,
+                    adapter=query.adapter,
                 )
                 terms = query.model_dump()
                 name = query.update_id
@@ -238,7 +240,11 @@ class MergeRoutes:
             return _error(error.status, str(error))
 
     async def _reset(self, fields: ResetRequest) -> dict[str, Any]:
-        return _merge_answer(await self._good(MergeReq([], operation="reset", target_modules=fields.target_modules)))
+        return _merge_answer(
+            await self._good(
+                MergeReq([], operation="reset", target_modules=fields.target_modules, adapter=fields.adapter)
+            )
+        )
 
     async def _rollback(self, _: RollbackRequest) -> dict[str, Any]:
         return _merge_answer(await self._good(MergeReq([], operation="rollback")))
@@ -342,7 +348,7 @@ async def _ask_scheduler(req: MergeReq) -> dict[str, Any]:
 def _bucket_of(update: UpdateRequest, body: bytes) -> Bucket | None:
     if update.update_id is None:
         return None
-    same = ("lora_alpha", "lora_rank", "weight_version", "weight_update_mode")
+    same = ("lora_alpha", "lora_rank", "weight_version", "weight_update_mode", "adapter")
     return Bucket(
         update_id=update.update_id,
         index=update.bucket_index or 0,
@@ -366,6 +372,7 @@ def _to_workers(update: UpdateRequest) -> MergeReq:
         allow_partial=bool(update.allow_partial),
         layer_scaling=update.layer_scaling,
         weight_version=update.weight_version,
+        adapter=update.adapter or DEFAULT_ADAPTER,
     )
 
 

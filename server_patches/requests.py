@@ -21,6 +21,7 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     layer_scaling: dict[str, dict[str, float]] | None = None
     weight_version: str | None = None
     update_id: str | None = None
+    adapter: str | None = None  # of a reset: null for all
     expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
     upload_path: str | None = None  # a file of this server's own, in place of payloads
     goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit

@@ -34,10 +34,10 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from sgld_lora_merge.adapter_file import read_adapter
-from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
+from sgld_lora_merge.engine import DEFAULT_ADAPTER, MergeEngine, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import pair_up
+from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.protocol import LORA_MERGE
@@ -172,7 +172,8 @@ class MergeWorker:
         }
         names = list(modules)
         version = self.engine.state(names[0]).weight_version if names else None
-        what = {"reset": "base weights are live", "rollback": f"weight_version {version!r} is live again"}
+        base = "base weights are live" if req.adapter is None else f"adapter {req.adapter!r} is taken out"
+        what = {"reset": base, "rollback": f"weight_version {version!r} is live again"}
         message = (
             f"{what.get(req.operation, f'{plan.layers} LoRA layers are live')} in {name_some(names) or 'every module'}"
         )
@@ -222,7 +223,7 @@ class MergeWorker:
         """What is staged of this request's update; another update's is abandoned by it."""
         if self._staged is not None and self._staged.update_id == req.update_id:
             return self._staged
-        return StagedPairs(req.update_id or "", {}, 0)
+        return StagedPairs(req.update_id or "", req.adapter or DEFAULT_ADAPTER, {}, 0)
 
     def _with_staged(self, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
         """The request's pairs and those of the buckets before it."""
@@ -232,7 +233,9 @@ class MergeWorker:
         joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
         named = {update.module for update in updates}
         return joined + [
-            ModuleUpdate(module, pairs, whole=True) for module, pairs in staged.items() if module not in named
+            ModuleUpdate(module, pairs, whole=True, adapter=req.adapter or DEFAULT_ADAPTER)
+            for module, pairs in staged.items()
+            if module not in named
         ]
 
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
@@ -256,7 +259,8 @@ class MergeWorker:
                 if name in views and not faults:
                     faults += views[name].objections(pairing.pairs)
                 whole = req.update_id is not None or req.upload_path is not None
-                updates.append(ModuleUpdate(name, pairing.pairs, whole, req.allow_partial, faults))
+                adapter = req.adapter or DEFAULT_ADAPTER
+                updates.append(ModuleUpdate(name, pairing.pairs, whole, req.allow_partial, faults, adapter))
             return updates
 
     def _open(
@@ -281,7 +285,7 @@ class MergeWorker:
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self._prepare(self.engine.states if req.target_modules is None else req.target_modules)
         with clock.stage("validate"):
-            return self.engine.plan_reset(req.target_modules)
+            return self.engine.plan_reset(req.target_modules, req.adapter)
 
     def _plan_rollback(self, req: MergeReq, clock: Clock) -> Plan:
         self._prepare(self.engine.states)
@@ -402,12 +406,12 @@ class MergeWorker:
         for name in sorted(self._modules()):
             state = self.engine.state(name)
             pairs = state.pairs
+            adapters = {each: list(dict.fromkeys(p.pair for p in live.values())) for each, live in state.live.items()}
             modules[name] = {
                 "state": self._state_of(name),
                 "weight_version": state.weight_version,
-                "layers": len({pair.layer for pair in pairs}),
-                "rank": _only({pair.rank for pair in pairs}),
-                "scale": _only({pair.scale for pair in pairs}),
+                **_shape(pairs),
+                "adapters": {each: _shape(own) for each, own in adapters.items()},
                 "merge_precision": str(self.engine.precision),
                 "base_store": state.store.kind if state.store.nbytes else None,
                 "base_store_bytes": state.store.nbytes,
@@ -468,6 +472,14 @@ def _restore(module: nn.Module) -> None:
     """Make a module's parameters those that sglang keeps, if it serves from a copy of them."""
     with torch.inference_mode():
         restore_weight_snapshot(module)
+
+
+def _shape(pairs: Collection[Pair]) -> dict[str, Any]:
+    return {
+        "layers": len({pair.layer for pair in pairs}),
+        "rank": _only({pair.rank for pair in pairs}),
+        "scale": _only({pair.scale for pair in pairs}),
+    }
 
 
 def _only(values: set[Any]) -> Any:

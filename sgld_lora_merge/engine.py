@@ -22,11 +22,12 @@ import torch
 from sgld_lora_merge import kernels
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
-from sgld_lora_merge.kernels import MergeJob, MergeStats
+from sgld_lora_merge.kernels import MergeJob, MergeStats, Term
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
 
+DEFAULT_ADAPTER = "default"
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,10 +38,11 @@ class ModuleUpdate:
     Attributes:
         module: name of the target module.
         pairs: its pairs; they may be views into the sender's memory, the plan copies them.
-        whole: the pairs are the module's whole adapter, so that a target they do not name goes back to its base weight;
+        whole: the pairs are the module's whole adapter, so that a target they do not name loses this adapter's update;
             otherwise such a target keeps what it has.
         allow_partial: leave out unknown layers, and report them, instead of refusing the update.
         faults: what was wrong before there were pairs; a plan reports it together with its own.
+        adapter: which of the module's adapters this is; the others stay as they are.
     """
 
     module: str
@@ -48,6 +50,7 @@ class ModuleUpdate:
     whole: bool = False
     allow_partial: bool = False
     faults: Sequence[str] = ()
+    adapter: str = DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,7 @@ class Placed:
 
 
 Adapter = Mapping[Key, Placed]
+Adapters = Mapping[str, Adapter]  # by name; a target's merged weight is W0 plus what each of them has there
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +70,8 @@ class ModulePlan:
     """One module's part of a plan: what it will hold, what is written, what was left out."""
 
     module: str
-    before: Adapter
-    after: Adapter
+    before: Adapters
+    after: Adapters
     written: tuple[Target, ...]
     snapshots: Mapping[Key, torch.Tensor]
     layers: tuple[str, ...] = ()
@@ -94,8 +98,8 @@ class Plan:
 class ModuleState:
     """What is live in one module, and what was before it (the pairs, not the weights)."""
 
-    live: Adapter = field(default_factory=dict)
-    previous: Adapter | None = None
+    live: Adapters = field(default_factory=dict)
+    previous: Adapters | None = None
     store: BaseStore = field(default_factory=BaseStore)
     weight_version: str | None = None
     previous_version: str | None = None
@@ -103,7 +107,8 @@ class ModuleState:
 
     @property
     def pairs(self) -> list[Pair]:
-        return list({id(placed.pair): placed.pair for placed in self.live.values()}.values())
+        """Every live pair, of all adapters."""
+        return _pairs(self.live)
 
 
 class MergeEngine:
@@ -159,18 +164,27 @@ class MergeEngine:
             raise RequestError(*faults)
         return plans
 
-    def plan_reset(self, modules: Iterable[str] | None = None) -> Plan:
-        """A plan that brings the base weight back in the named modules, or in all.
+    def plan_reset(self, modules: Iterable[str] | None = None, adapter: str | None = None) -> Plan:
+        """A plan that takes one adapter, or all, out of the named modules, or of all.
 
         Raises:
             RequestError: a module that does not exist.
+            ConflictError: the adapter is not live in any of them.
         """
         views = self._modules()
         names = list(self.states) if modules is None else list(dict.fromkeys(modules))
         if unknown := [name for name in names if name not in views]:
             raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")
-        changed = [(name, self.state(name).live) for name in names if self.state(name).live]
-        return self._allocate([_exchange(name, live, {}) for name, live in changed])
+        plans = []
+        for name in names:
+            live = self.state(name).live
+            gone = live.keys() if adapter is None else live.keys() & {adapter}
+            if gone:
+                plans.append(_exchange(name, live, {other: live[other] for other in live.keys() - gone}))
+        if adapter is not None and not plans:
+            others = sorted({other for name in names for other in self.state(name).live})
+            raise ConflictError(f"no adapter {adapter!r} is live; live are {name_some(others) or 'none'}")
+        return self._allocate(plans)
 
     def plan_rollback(self) -> Plan:
         """A plan that brings back what was live before the last step (an update, or a reset), in all its modules.
@@ -207,12 +221,13 @@ class MergeEngine:
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live
-        gone = [old.target for key, old in before.items() if update.whole and key not in placed]
-        kept = {} if update.whole else before
+        own = before.get(update.adapter, {})
+        gone = [old.target for key, old in own.items() if update.whole and key not in placed]
+        kept = {} if update.whole else own
         return ModulePlan(
             module=update.module,
             before=before,
-            after={**kept, **placed},
+            after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
             snapshots={},
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
@@ -224,8 +239,8 @@ class MergeEngine:
 
         The second one's W0 would be a weight into which the first one is merged.
         """
-        held = {(name, key): placed for name, state in self.states.items() for key, placed in state.live.items()}
-        held |= {(plan.module, key): placed for plan in plans for key, placed in plan.after.items()}
+        held = {(name, placed.target.key): placed for name, state in self.states.items() for placed in _all(state.live)}
+        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in _all(plan.after)}
         extents = []
         for (module, _), placed in held.items():
             rows = _rows(views[module], placed.target) if module in views else None
@@ -246,18 +261,21 @@ class MergeEngine:
         owned = []
         for plan in plans:
             state = self.state(plan.module)
-            kept = (*state.live.values(), *(state.previous or {}).values())
-            copies = {id(old.pair): old.pair for old in kept}
-            after = {}
-            for key, new in plan.after.items():
-                if id(new.pair) not in copies:
-                    copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
-                after[key] = Placed(copies[id(new.pair)], new.target)
+            copies = {id(pair): pair for pair in (*state.pairs, *_pairs(state.previous or {}))}
+            after: dict[str, Adapter] = {}
+            for name, adapter in plan.after.items():
+                if adapter is state.live.get(name):
+                    after[name] = adapter
+                    continue
+                for new in adapter.values():
+                    if id(new.pair) not in copies:
+                        copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
+                after[name] = {key: Placed(copies[id(new.pair)], new.target) for key, new in adapter.items()}
             view = self._modules()[plan.module]
             snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in state.store}
             owned.append(replace(plan, after=after, snapshots=snapshots))
         both_ways = [
-            each for plan in owned for adapter in (plan.after, plan.before) for each in self._jobs(plan, adapter)
+            each for plan in owned for adapters in (plan.after, plan.before) for each in self._jobs(plan, adapters)
         ]
         scratch = {
             device: kernels.scratch_for([job for _, job in jobs], self.precision)
@@ -301,9 +319,9 @@ class MergeEngine:
             state.weight_version, state.previous, state.previous_version = version, None, None
 
     def _write(
-        self, plan: ModulePlan, adapter: Adapter, scratch: Mapping[torch.device, kernels.Scratch | None]
+        self, plan: ModulePlan, adapters: Adapters, scratch: Mapping[torch.device, kernels.Scratch | None]
     ) -> MergeStats:
-        jobs = self._jobs(plan, adapter)
+        jobs = self._jobs(plan, adapters)
         merged = {target.key for target, _ in jobs}
         view = self._modules()[plan.module]
         with torch.inference_mode():
@@ -318,17 +336,16 @@ class MergeEngine:
                 total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
         return total
 
-    def _jobs(self, plan: ModulePlan, adapter: Adapter) -> list[tuple[Target, MergeJob]]:
+    def _jobs(self, plan: ModulePlan, adapters: Adapters) -> list[tuple[Target, MergeJob]]:
         view = self._modules()[plan.module]
         jobs = []
-        for written in plan.written:
-            placed = adapter.get(written.key)
-            if placed is None:
-                continue
-            pair, target = placed.pair, placed.target
-            out, base = _rows(view, target), self._base(plan, target)
-            if out.numel():
-                jobs.append((target, MergeJob(out, base, pair.a, pair.b, pair.scale, target.b_rows, target.a_cols)))
+        for target in plan.written:
+            # by name, so that the same adapters give the same bytes in whatever order they came
+            placed = [adapter[target.key] for _, adapter in sorted(adapters.items()) if target.key in adapter]
+            out = _rows(view, target)
+            if placed and out.numel():
+                terms = tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
+                jobs.append((target, MergeJob(out, self._base(plan, target), terms)))
         return jobs
 
     def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
@@ -342,7 +359,7 @@ class MergeEngine:
         state = self.state(module)
         view = self._modules()[module]
         with torch.inference_mode():
-            for placed in state.live.values():
+            for placed in _all(state.live):
                 _rows(view, placed.target).copy_(state.store[placed.target.key])
 
     def forget(self, module: str, weight_version: str | None = None) -> None:
@@ -350,11 +367,21 @@ class MergeEngine:
         self.states[module] = ModuleState(weight_version=weight_version)
 
 
-def _exchange(module: str, before: Adapter, after: Adapter) -> ModulePlan:
-    """One adapter for another, both in the engine's own memory already."""
-    targets = {placed.target.key: placed.target for placed in (*before.values(), *after.values())}
-    layers = sorted({placed.pair.layer for placed in after.values()})
+def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
+    """Some adapters for others, all in the engine's own memory already; what both have in common is not written."""
+    changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
+    touched = [placed for name in changed for side in (before, after) for placed in side.get(name, {}).values()]
+    targets = {placed.target.key: placed.target for placed in touched}
+    layers = sorted({placed.pair.layer for placed in _all(after)})
     return ModulePlan(module, before, after, tuple(targets.values()), {}, tuple(layers))
+
+
+def _all(adapters: Adapters) -> list[Placed]:
+    return [placed for adapter in adapters.values() for placed in adapter.values()]
+
+
+def _pairs(adapters: Adapters) -> list[Pair]:
+    return list({id(placed.pair): placed.pair for placed in _all(adapters)}.values())
 
 
 def _by_device(jobs: Iterable[tuple[Target, MergeJob]]) -> dict[torch.device, list[tuple[Target, MergeJob]]]:

@@ -179,6 +179,7 @@ class StagedPairs:
     """
 
     update_id: str
+    adapter: str
     pairs: Mapping[str, Sequence[Pair]]
     nbytes: int
 
@@ -195,7 +196,9 @@ class StagedPairs:
             )
         copies = {module: [own_copy(pair) for pair in pairs] for module, pairs in added.items()}
         modules = {**self.pairs, **copies}
-        return StagedPairs(self.update_id, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes)
+        return StagedPairs(
+            self.update_id, self.adapter, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes
+        )
 
     def updates(self) -> list[ModuleUpdate]:
-        return [ModuleUpdate(module, pairs, whole=True) for module, pairs in self.pairs.items()]
+        return [ModuleUpdate(module, pairs, whole=True, adapter=self.adapter) for module, pairs in self.pairs.items()]

@@ -37,7 +37,7 @@ class Engine:
     def adapter(self, seed: int = 1, **kwargs: Any) -> lora.Adapter:
         return lora.random_adapter(self.targets, seed=seed, **kwargs)
 
-    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> dict[str, Any]:
+    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> dict[str, Any]:
         """Body of an update with a fresh payload; ``None`` takes a field out."""
         tensors = lora.named(adapter) if isinstance(adapter, dict) else adapter
         payload, self.sent = pack({"transformer": tensors})
@@ -50,7 +50,7 @@ class Engine:
     def send(self, body: dict[str, Any]) -> httpx.Response:
         return self.server.post("/update_weights_from_tensor", body)
 
-    def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> httpx.Response:
+    def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> httpx.Response:
         return self.send(self.fields(adapter, **fields))
 
     def reset(self) -> None:
