@@ -57,13 +57,37 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     if _worker is None:
         return original(module, *args, **kwargs)
-    with _worker.base_weights_change(module):
+    with _worker.states.base_weights_change(module):
         return original(module, *args, **kwargs)
 
 
-def give_base_back(pipeline: Any, *_: Any, **__: Any) -> None:
-    if _worker is not None and not pipeline.lora_initialized:
-        _worker.give_base_back()
+def own_adapters_change(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:  # --lora-path: the pipeline is being made
+        return original(*args, **kwargs)
+    with _worker.states.own_adapters_change():
+        return original(*args, **kwargs)
+
+
+def take_out(*_: Any, **__: Any) -> None:
+    if _worker is not None:
+        _worker.states.take_out()
+
+
+def tell_adapters(status: dict[str, Any], *_: Any, **__: Any) -> None:
+    if _worker is not None:
+        _worker.tell_adapters(status)
+
+
+def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:
+        return original(*args, **kwargs)
+    return _worker.sleep(lambda: original(*args, **kwargs))
+
+
+def wake(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:
+        return original(*args, **kwargs)
+    return _worker.states.resume(lambda: original(*args, **kwargs))
 
 
 def stamp_output(output: Any, *_: Any, **__: Any) -> None:

@@ -138,7 +138,10 @@ class MergeRoutes:
     async def refresh(self) -> None:
         """Ask the workers for their state; it waits behind a running generation."""
         try:
-            self.record.heard(await self._ask_workers(MergeReq([], operation="status")))
+            output = await self._ask(MergeReq([], operation="status"))
+            open_id = self.record.ledger.open_id
+            if open_id is not None and open_id != output["staged_update"]:
+                self.record.ledger.abandon(open_id, "the engine went to sleep")
         except Exception as error:
             logger.warning("the workers' LoRA merge state is not known: %s", error)
 
@@ -192,6 +195,7 @@ class MergeRoutes:
                 return JSONResponse(answered)
             state = "live" if bucket is None else self.record.ledger.next_state(bucket)
             req.goes_live = state == "live"
+            req.continues = bucket is not None and self.record.ledger.open_id == bucket.update_id
             output = await self._ask(req)
             if output["status"] != 200:
                 self.record.failure(output["reason"])
@@ -280,7 +284,7 @@ class MergeRoutes:
         ]
         if wrong or not any(expected.values()):
             raise RequestError(*(wrong or ["modules names no layer to verify"]))
-        output = await self._good(MergeReq([], operation="verify", expected=expected))
+        output = await self._good(MergeReq([], operation="verify", expected=expected, weights=fields.weights))
         return {name: output[name] for name in ("success", "message", "mismatched", "checked")}
 
     async def _good(self, req: MergeReq) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Record:
     as_of: float | None = None
     failed: str | None = None
     staged_bytes: int = 0
+    sleeping: bool = False
     live_updates: int = 0
     payload_bytes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -31,7 +32,7 @@ class Record:
     def heard(self, output: dict[str, Any]) -> None:
         """Take in a worker's report of its modules' state."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
-        self.staged_bytes = output["staged_bytes"]
+        self.staged_bytes, self.sleeping = output["staged_bytes"], output["sleeping"]
 
     def failure(self, reason: str) -> None:
         self.failures[reason] += 1
@@ -52,6 +53,7 @@ class Record:
             "modules": self.modules,
             "totals": {"updates": self.live_updates, "failures": dict(self.failures), "bytes": self.payload_bytes},
             "staged_bytes": self.staged_bytes,
+            "sleeping": self.sleeping,
             "updates": [
                 {
                     "update_id": name,

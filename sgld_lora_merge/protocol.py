@@ -15,6 +15,7 @@ from sgld_lora_merge.payload import FLATTENED_BUCKET
 LORA_MERGE = "lora_merge"
 DEFAULT_MODULE = "transformer"
 
+MergeMode = Literal["merge", "dynamic", "mixed"]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -116,6 +117,9 @@ class VerifyRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     modules: dict[str, dict[str, LayerExpectation]]
+    weights: Literal["live", "base"] = Field(
+        "live", description="live: what the engine generates with; base: W0, which its merges start from."
+    )
 
 
 class TransactionRequest(BaseModel):
@@ -131,7 +135,7 @@ class ModuleAnswer(BaseModel):
 
     layers: int
     rounding_loss: float | None = None
-    merge_mode: Literal["merge"] = "merge"
+    merge_mode: MergeMode = "merge"
 
 
 class UpdateAnswer(BaseModel):
@@ -148,7 +152,7 @@ class UpdateAnswer(BaseModel):
     layers: int
     skipped: list[str] = []
     ignored_fields: list[str] = []
-    merge_mode: Literal["merge"] | None = None
+    merge_mode: MergeMode | None = None
     merge_precision: str | None = None
     base_store: str | None = None
     rounding_loss: float | None = None

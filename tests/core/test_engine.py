@@ -34,6 +34,8 @@ def model(dtype=torch.float32, seed=0, layers=("x", "y", "z")):
 class FusedView:
     """A view over one fused weight of three sections, named as a sender names them or as a whole, and a plain one."""
 
+    branches = None
+
     def __init__(self, dtype=torch.float32, seed=0, copies=1):
         generator = torch.Generator().manual_seed(seed)
         self.weights = {
@@ -62,6 +64,9 @@ class FusedView:
 
     def weight(self, name):
         return self.weights[name]
+
+    def offloaded(self, names):
+        return None
 
     def layers(self):
         return ["attn.qkv", "out"]
