@@ -23,7 +23,7 @@ STATES = {
         *RESIDENT,
         "--dit-layerwise-offload",
         "true",
-        "--dit-offload-resident-layers",
+        "--dit-layerwise-resident-layers",
         "1",
     ),
     "dynamic": (*RESIDENT, "--lora-merge-mode", "dynamic"),
@@ -121,8 +121,10 @@ def test_asleep_and_awake(engine):
 
 
 def test_a_full_update_is_the_new_base(engine):
+    """Of layers that are not fused: sglang refuses the others of a module that it streams."""
     assert engine.update(engine.adapter(9)).status_code == 200
-    moved = {layer: (weight.float() + 0.25).to(weight.dtype) for layer, weight in engine.targets.items()}
+    unfused = {layer: weight for layer, weight in engine.targets.items() if layer.endswith(("to_out.0", "w2"))}
+    moved = {layer: (weight.float() + 0.25).to(weight.dtype) for layer, weight in unfused.items()}
 
     def push(weights):
         tensors = [(f"{layer}.weight", weight) for layer, weight in weights.items()]
@@ -132,12 +134,12 @@ def test_a_full_update_is_the_new_base(engine):
     assert answer.status_code == 200, answer.text
     targets = engine.targets
     try:
-        engine.targets = moved
+        engine.targets = targets | moved
         verified(engine, {})
         adapter = engine.adapter(10)
         assert engine.update(adapter).status_code == 200
         verified(engine, adapter)
     finally:
         engine.targets = targets
-        assert push(targets).status_code == 200
+        assert push(unfused).status_code == 200
     verified(engine, {})
