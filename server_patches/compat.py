@@ -104,7 +104,7 @@ def patches() -> tuple[Patch, ...]:
         Patch(
             _ROOT + "managers.gpu_worker.GPUWorker.execute_forward",
             "AFTER",
-            hooks.stamp_output,
+            hooks.notice_generation,
             "an output does not say which weights it was made with",
             "sglang reports a weight_version",
         ),

@@ -99,6 +99,12 @@ def stamp_output(output: Any, *_: Any, **__: Any) -> None:
         stamp(output, _worker.versions())
 
 
+def notice_generation(output: Any, *args: Any, **kwargs: Any) -> None:
+    stamp_output(output, *args, **kwargs)
+    if _worker is not None:
+        _worker.generated()
+
+
 def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
     stamp_output(output)
 

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from server_patches.derived import multiplies_with_a_copy
 from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.dynamic import Branches
 from sgld_lora_merge.pairs import Pair
@@ -151,7 +152,7 @@ class EngineModule:
 
     def _landing(self, name: str, layer: nn.Module, section: Section, swapped: bool) -> Landing:
         weight = f"{name}.weight"
-        dynamic = self._is_dynamic(layer)
+        dynamic = self._is_dynamic(name, layer)
         rows, cols, shards = _partition(layer)
         sections = [_Section(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
@@ -179,7 +180,7 @@ class EngineModule:
             targets = _own_rows(targets, parameter)
         return Landing(tuple(targets), whole, in_features)
 
-    def _is_dynamic(self, layer: Any) -> bool:
+    def _is_dynamic(self, name: str, layer: Any) -> bool:
         """Whether the layer gets a branch.
 
         Raises:
@@ -192,6 +193,8 @@ class EngineModule:
             return False
         if self._compiled:
             raise CannotLand("a low-rank branch does not reach a compiled layer: start without --enable-torch-compile")
+        if multiplies_with_a_copy(self._layers[name.rpartition(".")[0]]):
+            raise CannotLand("its block computes with a copy of its weight, which a low-rank branch does not reach")
         if isinstance(layer, ColumnParallelLinear) and layer.gather_output and layer.tp_size > 1:
             raise CannotLand("it gathers its output over the ranks; a low-rank branch is not defined for it")
         if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel and layer.tp_size > 1:

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.post_training.weights_updater import get_upda
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from server_patches.derived import forget_derived
 from server_patches.layers import EngineModule
 from server_patches.offload import is_layerwise, unpark
 from sgld_lora_merge.engine import MergeEngine, Plan
@@ -133,6 +134,7 @@ class EngineStates:
                 module.reset_teacache_state()
         yield
         for module in modules:
+            forget_derived(module)
             if isinstance(module, BaseDiT):
                 module.refresh_weight_derived_caches(weights_path=None)
 

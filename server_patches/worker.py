@@ -29,6 +29,7 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
+from server_patches.warnings import Warnings
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
@@ -70,6 +71,7 @@ class MergeWorker:
         self._staged: StagedPairs | None = None
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
+        self._warnings = Warnings()
 
     # requests
 
@@ -154,6 +156,8 @@ class MergeWorker:
                 self.engine.settle_rollback(plan, losses)
             case _:
                 self.engine.settle(plan, req.weight_version, losses)
+                if self._phases.is_first:
+                    self._warnings.merged(losses)
         timings = clock.milliseconds()
         self._timings |= {part.module: timings for part in plan.modules}
         return self._live_answer(req, plan, stats, timings)
@@ -393,6 +397,11 @@ class MergeWorker:
                 )
                 if own not in status["loaded_adapters"]:
                     status["loaded_adapters"].append(own)
+
+    def generated(self) -> None:
+        """After a generation."""
+        views = self.states.views().items()
+        self._warnings.generated({name: view.branches.idle for name, view in views if view.branches is not None})
 
     def versions(self) -> dict[str, str]:
         """The version of every module that has one."""

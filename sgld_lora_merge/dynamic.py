@@ -1,8 +1,9 @@
 """Low-rank branches: layers that keep W0 and add ``scale * x @ A.T @ B.T`` to what they give.
 
-For weights that a merge is not defined for (quantized ones), and for engines that are told not to merge. A branch is a
-forward hook: the module keeps its parameters, under their names. It computes as PEFT's unmerged forward does, in the
-dtype of A and B.
+For weights that a merge is not defined for (quantized ones), and for engines that are told not to merge. A layer with a
+branch becomes an instance of a subclass: its parameters stay, under their names, and code that takes a short cut for
+layers of exactly some type sees that this is another one. It computes as PEFT's unmerged forward does, in the dtype of
+A and B.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class Branches:
         self._device = device
         self._reduce = reduce
         self._live: dict[str, dict[Key, Branch]] = {}
-        self._hooks: dict[str, Any] = {}
         self._idle: set[str] = set()
 
     def make(self, rows: Span, terms: Sequence[Term]) -> Branch:
@@ -73,14 +73,22 @@ class Branches:
         """Put a branch in force for a target, or take it out."""
         weight = key[0]
         branches = self._live.setdefault(weight, {})
-        if branch is not None:
+        had_some = bool(branches)
+        if branch is None:
+            branches.pop(key, None)
+        else:
             branches[key] = branch
-            if weight not in self._hooks:
-                hook = self._hook(weight)
-                self._hooks[weight] = self._layer_of(weight).register_forward_hook(hook, with_kwargs=True)
-                self._idle.add(weight)
-        elif branches.pop(key, None) is not None and not branches:
-            self._hooks.pop(weight).remove()
+        if bool(branches) == had_some:
+            return
+        layer: Any = self._layer_of(weight)
+        if branches:
+            cls: type[nn.Module] = type(layer)
+            layer.__class__ = _with_branches(cls)
+            layer.add_branches = lambda x, out: self._add(weight, layer, x, out)
+            self._idle.add(weight)
+        else:
+            layer.__class__ = type(layer).__bases__[0]
+            del layer.add_branches
             self._idle.discard(weight)
 
     @property
@@ -88,21 +96,32 @@ class Branches:
         """Weights whose layers have not been called since their branch came into force."""
         return sorted(self._idle)
 
-    def _hook(self, weight: str) -> Callable[..., Any]:
-        branches = self._live[weight]
+    def _add(self, weight: str, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self._idle.discard(weight)
+        for branch in self._live[weight].values():
+            for a, b, scale in branch.terms:
+                hidden = self._reduce(layer, x.to(a.dtype) @ a.T)
+                update = (hidden.to(b.dtype) @ b.T * scale).to(out.dtype)
+                if branch.columns.size == out.shape[-1]:
+                    out = out + update
+                else:
+                    out[..., branch.columns.start : branch.columns.stop] += update
+        return out
 
-        def add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            self._idle.discard(weight)
-            x = args[0] if args else next(iter(kwargs.values()))
-            out = output[0] if isinstance(output, tuple) else output
-            for branch in branches.values():
-                for a, b, scale in branch.terms:
-                    hidden = self._reduce(layer, x.to(a.dtype) @ a.T)
-                    update = (hidden.to(b.dtype) @ b.T * scale).to(out.dtype)
-                    if branch.columns.size == out.shape[-1]:
-                        out = out + update
-                    else:
-                        out[..., branch.columns.start : branch.columns.stop] += update
-            return (out, *output[1:]) if isinstance(output, tuple) else out
 
-        return add
+_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _with_branches(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a layer's class that adds branches; one for each class."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = cls.forward(self, *args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(output, tuple):  # sglang's layers give their output and a bias
+            return self.add_branches(x, output[0]), *output[1:]
+        return self.add_branches(x, output)
+
+    if cls not in _subclasses:
+        _subclasses[cls] = type(f"{cls.__name__}WithBranches", (cls,), {"forward": forward})
+    return _subclasses[cls]
