@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,11 +15,13 @@ from sgld_lora_merge.targets import Span
 Shapes = Iterable[tuple[int, int, int]]  # (layers, rows, columns)
 
 
-def milliseconds(act: Callable[[], object], repeats: int = 7) -> float:
-    """Median time on the device, after one run that is not counted."""
+def milliseconds(act: Callable[[], object], repeats: int = 7, pause: float = 0.0) -> float:
+    """Median time on the device, after one run that is not counted; ``pause`` seconds of rest before each run."""
     act()
     times = []
     for _ in range(repeats):
+        torch.cuda.synchronize()
+        time.sleep(pause)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         act()
@@ -38,11 +41,11 @@ def graph_of(act: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(pause: float = 0.0) -> float:
     """Bytes per second of a device copy of 2 GiB, read and written ones counted."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
     destination = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: destination.copy_(source)) * 1e3
+    return 2 * source.nbytes / milliseconds(lambda: destination.copy_(source), pause=pause) * 1e3
 
 
 def floor_of(jobs: list[MergeJob], bandwidth: float) -> float:

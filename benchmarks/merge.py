@@ -78,7 +78,7 @@ def sglang_milliseconds(jobs: list[MergeJob]) -> float:
     return took * 1e3 * sum(job.out.numel() for job in jobs) / sum(job.out.numel() for job in sample)
 
 
-def measured(jobs: list[MergeJob], bandwidth: float, *, others: bool) -> dict[str, float]:
+def measured(jobs: list[MergeJob], bandwidth: float, pause: float, *, others: bool) -> dict[str, float]:
     """Milliseconds of everything, for jobs of one model."""
     row = {"floor": floor_of(jobs, bandwidth)}
     for precision in Precision:
@@ -89,10 +89,10 @@ def measured(jobs: list[MergeJob], bandwidth: float, *, others: bool) -> dict[st
         row[f"{precision.value} plan"] = (time.perf_counter() - plan) * 1e3
         stats = kernel.merge(jobs, precision, scratch)
         assert all(found.non_finite == 0 and 0 < found.rounding_loss < 1 for found in stats)
-        row[precision.value] = milliseconds(graph_of(launches_of(jobs, scratch)))
+        row[precision.value] = milliseconds(graph_of(launches_of(jobs, scratch)), pause=pause)
         row[f"{precision.value} merge()"] = seconds(lambda: kernel.merge(jobs, precision, scratch)) * 1e3  # noqa: B023
     if others:
-        row["cuBLAS"] = milliseconds(lambda: cublas(jobs), repeats=3)
+        row["cuBLAS"] = milliseconds(lambda: cublas(jobs), repeats=3, pause=pause)
         row["sglang's steps"] = sglang_milliseconds(jobs)
     return row
 
@@ -133,7 +133,7 @@ def draw(results: list[dict], path: Path) -> None:
     axes.set_xticks(range(len(shown)), [f"{result['model']}\nrank {result['rank']}" for result in shown])
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylabel("multiples of the copy floor")
-    axes.legend()
+    axes.legend(ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -141,11 +141,12 @@ def draw(results: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for merge.json, merge.md and merge.png")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each run, as between updates")
     arguments = parser.parse_args()
     shapes = json.loads(PATH.read_text())
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(arguments.pause)
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    heading = f"{versions}, copy {bandwidth / 1e12:.3f} TB/s"
+    heading = f"{versions}, copy {bandwidth / 1e12:.3f} TB/s, {arguments.pause} s of rest before each run"
     print(heading, flush=True)
     results = []
     for model, rank, pair, terms in CASES:
@@ -153,7 +154,7 @@ def main() -> None:
         others = pair is B16 and terms == 1 and rank <= 64 and (model != "Qwen-Image" or rank == 64)
         result = {"model": model, "rank": rank, "pair": str(pair).removeprefix("torch."), "terms": terms}
         result |= {"layers": len(jobs), "parameters": sum(job.out.numel() for job in jobs)}
-        result["milliseconds"] = measured(jobs, bandwidth, others=others)
+        result["milliseconds"] = measured(jobs, bandwidth, arguments.pause, others=others)
         results.append(result)
         print(table([result]).splitlines()[-1], flush=True)
         del jobs

@@ -42,7 +42,9 @@ CANDIDATES = tuple(
         (64, 256, 8, 3),
         (128, 64, 8, 2),
         (128, 64, 8, 3),
+        (128, 128, 8, 2),
         (128, 128, 8, 3),
+        (128, 256, 8, 2),
     )
 )
 DIFFERING = 1e-3  # share of the elements that may differ from float64 rounded once; none may from eager torch
@@ -107,7 +109,7 @@ def use_product(name: str) -> None:
 
 
 def use_launch(case: Case, variant: Variant, launch: Launch) -> None:
-    kernel.LAUNCHES[variant.split, variant.resident_ranks] = launch
+    kernel.LAUNCHES[variant.wide, variant.resident_ranks] = launch
     kernel.NARROW_COLUMNS, kernel.ROW_TILES = 0, case.row_tiles
     kernel._variant_of.cache_clear()
 
@@ -119,7 +121,7 @@ def compiled(work: tuple[str, Case, Precision, Launch]) -> None:
     variant = case.variant(precision)
     use_launch(case, variant, launch)
     try:
-        kernel.merge_group.warmup(torch.int64, torch.float32, *[1] * 5, grid=(1,), **variant.constants)
+        kernel.merge_group.warmup(torch.int64, torch.float64, *[1] * 5, grid=(1,), **variant.constants)
     except Exception as error:  # one that does not fit is no candidate
         print(case.name, launch, type(error).__name__, str(error)[:80], file=sys.stderr)
 

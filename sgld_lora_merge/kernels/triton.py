@@ -48,9 +48,9 @@ class Launch:
     stages: int
 
 
-# By whether float32 pairs are split, and by ranks, padded; the last of each kind is for passes over A: several terms,
-# or more ranks than the table has. Times are multiples of the copy floor in fp32 / fp16 mode, with the statistics:
-# 3.4 B bfloat16 parameters in Qwen-Image's shapes, H200, 2026-11-29, benchmarks/results/tune.md.
+# By whether anything is float32, and by ranks, padded; the last of each kind is for passes over A: several terms, or
+# more ranks than the table has. Times are multiples of the copy floor in fp32 / fp16 mode, with the statistics: 3.4 B
+# bfloat16 parameters in Qwen-Image's shapes, H200, 2026-11-29, benchmarks/results/tune.md.
 LAUNCHES = {
     (False, 16): Launch(64, 128, 4, 4),  # 1.03 / 1.04
     (False, 32): Launch(64, 128, 4, 4),  # 1.03 / 1.03
@@ -97,12 +97,17 @@ class Variant:
     def resident_ranks(self) -> int | None:
         """Ranks of the tile of A that stays, padded; None where A comes in passes."""
         padded: int = max(16, triton.next_power_of_2(self.ranks[0]))
-        return padded if len(self.ranks) == 1 and (self.split, padded) in LAUNCHES else None
+        return padded if len(self.ranks) == 1 and (self.wide, padded) in LAUNCHES else None
+
+    @property
+    def wide(self) -> bool:
+        """Whether tiles take the shared memory, or the registers, of float32."""
+        return self.split or torch.float32 in (self.weight, self.a, self.b)
 
     @property
     def launch(self) -> Launch:
-        launch = LAUNCHES[self.split, self.resident_ranks]
-        narrow = self.columns < NARROW_COLUMNS and self.columns % launch.columns and not self.split
+        launch = LAUNCHES[self.wide, self.resident_ranks]
+        narrow = self.columns < NARROW_COLUMNS and self.columns % launch.columns and not self.wide
         return NARROW if narrow else launch
 
     @property
@@ -162,7 +167,7 @@ class Scratch:
         entries: of the jobs; None for those that `reference.merge` does.
         staged: A and B that the kernel cannot read where they are, and copies that it can; by id, so both are kept.
         table: int64, the fields of all jobs of a merge; on the device. table_host: the same, pinned.
-        partials: float32 ``[programs, 3]``, the statistics of each program. sums: float64 ``[jobs, 3]``, of each job.
+        partials: float64 ``[programs, 3]``, the statistics of each program. sums: float64 ``[jobs, 3]``, of each job.
         eager: for the jobs without an entry.
     """
 
@@ -193,7 +198,9 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
         staged,
         torch.empty(fields, dtype=torch.int64, device=device),
         torch.empty(fields, dtype=torch.int64, pin_memory=device.type == "cuda"),
-        torch.empty(sum(entry.variant.programs for entry in taken), STATISTICS.value, device=device),
+        torch.empty(
+            sum(entry.variant.programs for entry in taken), STATISTICS.value, dtype=torch.float64, device=device
+        ),
         torch.empty(len(taken), STATISTICS.value, dtype=torch.float64, device=device),
         reference.scratch_for([job for job, entry in entries.items() if entry is None], precision),
     )
@@ -215,7 +222,7 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
         else:
             groups.setdefault(entry.variant, []).append((position, entry))
     if groups:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.device_of(scratch.table):
             fill_table(groups, scratch)
             launch(groups, scratch)
         positions = [position for members in groups.values() for position, _ in members]
@@ -249,7 +256,7 @@ def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> 
         partials = scratch.partials[first_program : first_program + count * programs].view(
             count, programs, STATISTICS.value
         )
-        torch.sum(partials, dim=1, dtype=torch.float64, out=scratch.sums[first_job : first_job + count])
+        torch.sum(partials, dim=1, out=scratch.sums[first_job : first_job + count])
         first_field += count * len(members[0][1].fields)
         first_program += count * programs
         first_job += count
