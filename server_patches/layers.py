@@ -6,7 +6,8 @@ adapters with, so that a pair lands where loading it from disk would have put it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -33,8 +34,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.dynamic import Branches
+from sgld_lora_merge.kohya import segments_of
 from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.targets import CannotLand, Landing, Span, Target
+from sgld_lora_merge.targets import CannotLand, Landing, Span, Target, dotted_name
 
 Mode = Literal["merge", "dynamic", "auto"]
 Section = int | str | None
@@ -70,12 +72,15 @@ class EngineModule:
         self._replica_size = replica_size
         self._layers = {name: _unwrapped(layer) for name, layer in module.named_modules()}
         self._landings: dict[str, Landing | None] = {}
+        self._dotted_names: dict[str, str] = {}
         mappings = (getattr(module, "lora_param_names_mapping", None), getattr(module, "param_names_mapping", None))
-        self._mappings = [get_param_names_mapping(mapping) for mapping in mappings if mapping]
+        tables = [mapping for mapping in mappings if mapping]
+        self._mappings = [get_param_names_mapping(table) for table in tables]
+        self._segments = segments_of(self._layers) | _words(pattern for table in tables for pattern in table)
 
     def land(self, layer: str) -> Landing | None:
         if layer not in self._landings:
-            self._landings[layer] = self._find(layer)
+            self._landings[layer] = self._find(self._dotted(layer))
         return self._landings[layer]
 
     def weight(self, name: str) -> torch.Tensor:
@@ -97,11 +102,11 @@ class EngineModule:
         if not isinstance(self._model, BaseDiT):
             return []
         try:
-            self._model.validate_lora_layers([pair.layer for pair in pairs])
+            self._model.validate_lora_layers([self._dotted(pair.layer) for pair in pairs])
             self._model.validate_weight_update_source(weights_path=None)
             if type(self._model).prepare_lora_adapter is not BaseDiT.prepare_lora_adapter:
                 return self._rewritten(pairs)
-        except ValueError as error:
+        except (ValueError, CannotLand) as error:
             return [str(error)]
         return []
 
@@ -109,17 +114,22 @@ class EngineModule:
         """Pairs that this model class computes anew when it loads an adapter from disk."""
         adapter: dict[str, torch.Tensor] = {}
         for pair in pairs:
-            name = self._from_disk(pair.layer)[0]
+            name = self._from_disk(self._dotted(pair.layer))[0]
             adapter |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
         prepared = self._model.prepare_lora_adapter(dict(adapter))
         changed = sorted(key for key, tensor in adapter.items() if prepared.get(key) is not tensor)
         return [f"{type(self._module).__name__} rewrites {key!r} from disk, which is not built yet" for key in changed]
 
+    def _dotted(self, layer: str) -> str:
+        if layer not in self._dotted_names:
+            self._dotted_names[layer] = dotted_name(layer, self._segments, self._find)
+        return self._dotted_names[layer]
+
     def _find(self, layer: str) -> Landing | None:
         for name, section in self._candidates(layer):
             found = self._layers.get(name)
             if found is not None and _is_linear(found):
-                self._refuse_permuted(name)
+                self._refuse_permuted(layer, name)
                 return self._landing(name, found, section, _swaps_halves(layer, name))
         if layer in self._layers:
             raise CannotLand(f"it is a {type(self._layers[layer]).__name__}, not a linear layer")
@@ -141,7 +151,11 @@ class EngineModule:
             section = section if index is None else index
         return name.removesuffix(suffix), section
 
-    def _refuse_permuted(self, name: str) -> None:
+    def _refuse_permuted(self, layer: str, name: str) -> None:
+        if layer.endswith("adaLN_modulation.1") and name.endswith("norm_out.linear"):
+            raise CannotLand(
+                f"its scale and shift stand the other way round in {name!r}; send it as that, halves of lora_B swapped"
+            )
         permuted = getattr(self._module, "scale_shift_swap_params", ())
         if f"{name}.weight" in permuted and getattr(self._module, "quant_config", None) is not None:
             raise CannotLand("the engine permutes the rows of this layer when it loads a quantized checkpoint")
@@ -242,6 +256,11 @@ def _part(index: int, size: int) -> Span:
 
 def _offsets(cols: list[tuple[int, Span]]) -> list[int]:
     return [0, *accumulate(size for size, _ in cols)][:-1]
+
+
+def _words(patterns: Iterable[str]) -> set[str]:
+    """What stands literally between the dots of the names that these regular expressions match."""
+    return {word for pattern in patterns for word in re.findall(r"\w+", re.sub(r"\\.", " ", pattern))}
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from sgld_lora_merge import kernels
+from sgld_lora_merge import kernels, kohya
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
@@ -241,6 +241,7 @@ class MergeEngine:
         if skipped and not (update.allow_partial and placed):
             nearest = name_some(_nearest(skipped, view.layers()))
             faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
+            faults.extend([kohya.ADVICE] * any(map(kohya.is_flattened, skipped)))
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live

@@ -24,7 +24,7 @@ _REFUSED_NAMES = (
     (re.compile(r"\.lora_[AB](\..+)?\.bias$|\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
     (re.compile(r"\.diff$|\.set_weight$"), "a full difference; send it as a full-weight update"),
     (re.compile(r"\.lora_embedding_[AB](\..+)?$"), "an embedding adapter; only linear layers are merged"),
-    (re.compile(r"^lora_(unet|te\d?|transformer)_"), "in kohya format, whose flattened layer names are not read yet"),
+    (re.compile(r"^lora_te\d?_"), "of a text encoder in kohya format; send that module's layers under dotted names"),
 )  # fmt: skip
 
 

@@ -5,13 +5,15 @@ A fused section, a tensor-parallel shard and both together are the same thing: s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+
+from sgld_lora_merge.kohya import segments_of, spellings
 
 if TYPE_CHECKING:
     from sgld_lora_merge.dynamic import Branches
@@ -120,8 +122,35 @@ def whole_weight(weight: str, out_features: int, in_features: int) -> Landing:
     return Landing((Target(weight, 0, rows, (rows,), (cols,)),), out_features, in_features)
 
 
+def dotted_name(layer: str, segments: Collection[str], find: Callable[[str], Landing | None]) -> str:
+    """The dotted name of a layer that the sender may name as kohya does; the name as it is if it stands for none.
+
+    Args:
+        layer: the layer prefix as the sender names it.
+        segments: what stands between two dots in the names of this module.
+        find: where a layer of a dotted name lands.
+
+    Raises:
+        CannotLand: it stands for several layers.
+    """
+    found: dict[Landing, str] = {}
+    refused: list[str] = []
+    for name in spellings(layer, segments):
+        try:
+            landing = find(name)
+        except CannotLand:
+            refused.append(name)  # a layer that is there: its own refusal says more than that it is unknown
+        else:
+            if landing is not None:
+                found.setdefault(landing, name)
+    if len(found) > 1:
+        told = " and for ".join(repr(name) for name in found.values())
+        raise CannotLand(f"{layer!r} stands for {told}; send it under a dotted name")
+    return next(iter([*found.values(), *refused]), layer)
+
+
 class LinearModule:
-    """`ModuleView` of a plain torch module: its ``nn.Linear`` layers under their own names."""
+    """`ModuleView` of a plain torch module: its ``nn.Linear`` layers under their own names or as kohya writes them."""
 
     branches = None
 
@@ -130,7 +159,12 @@ class LinearModule:
         self._linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
         self._others = {name: type(m).__name__ for name, m in module.named_modules() if name not in self._linears}
 
+        self._segments = segments_of(self._linears.keys() | self._others.keys())
+
     def land(self, layer: str) -> Landing | None:
+        return self._find(dotted_name(layer, self._segments, self._find))
+
+    def _find(self, layer: str) -> Landing | None:
         linear = self._linears.get(layer)
         if linear is None:
             if layer in self._others:

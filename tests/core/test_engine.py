@@ -233,6 +233,27 @@ def test_no_known_layer_at_all_is_refused_even_where_unknown_ones_are_allowed():
     assert "x" in fault.split("engine")[1]
 
 
+def test_n6_a_flattened_name_that_stands_for_nothing_is_refused_with_what_to_convert_it_with():
+    engine = engine_of(transformer=model())
+
+    unknown, advice = faults_of(engine, ModuleUpdate("transformer", [pair("lora_unet_x"), pair("lora_unet_input_0")]))
+
+    assert "unknown layers lora_unet_input_0;" in unknown
+    assert "save_lora_adapter" in advice
+
+
+def test_n6_a_flattened_name_is_merged_and_counts_as_the_dotted_one():
+    net = model()
+    engine = engine_of(transformer=net)
+    base = net["x"].weight.detach().clone()
+
+    (fault,) = faults_of(engine, ModuleUpdate("transformer", [pair("x"), pair("lora_unet_x")]))
+    go_live(engine, ModuleUpdate("transformer", [pair("lora_unet_x")]))
+
+    assert "'lora_unet_x' and 'x' land on the same rows of 'x.weight'" in fault
+    assert torch.equal(net["x"].weight, merged(base, pair("x")))
+
+
 def test_more_than_ten_unknown_layers_are_ten_and_a_count():
     engine = engine_of(transformer=model())
 

@@ -102,9 +102,8 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight", "kohya"),  # case N6
-        ("lora_unet_joint_blocks_0_context_block_attn_proj.alpha", "kohya"),
-        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "kohya"),
+        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "text encoder in kohya format"),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha", "text encoder in kohya format"),
         ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
         ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
         ("to_q.dora_scale", "DoRA"),
@@ -350,6 +349,19 @@ def test_down_and_up_are_a_and_b(down, up):
 
     assert pair.a is a
     assert pair.b is b
+
+
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lora_transformer_"])
+def test_n6_a_kohya_file_is_pairs_under_its_own_flattened_names(prefix):
+    """What a flattened name stands for is the module's to say; alphas and scales go by it as it is."""
+    (_, a), (_, b) = sides(rank=2)
+    one, other = (f"{prefix}joint_blocks_{i}_context_block_attn_proj" for i in range(2))
+    named = [(f"{layer}.{side}.weight", t) for layer in (one, other) for side, t in (("lora_down", a), ("lora_up", b))]
+
+    pairing = pair_up([*named, (f"{one}.alpha", torch.tensor(6.0))], layer_scaling={other: 0.5})
+
+    assert pairing.faults == ()
+    assert [(pair.layer, pair.scale) for pair in pairing.pairs] == [(one, 3.0), (other, 0.5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
