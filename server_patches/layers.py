@@ -36,7 +36,18 @@ from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.dynamic import Branches
 from sgld_lora_merge.kohya import segments_of
 from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.targets import CannotLand, Landing, Span, Target, dotted_name
+from sgld_lora_merge.targets import (
+    CONVOLUTIONS,
+    CannotLand,
+    Landing,
+    Span,
+    Target,
+    as_rows,
+    dotted_name,
+    features,
+    kernel_of,
+    not_mergeable,
+)
 
 Mode = Literal["merge", "dynamic", "auto"]
 Section = int | str | None
@@ -47,7 +58,7 @@ class EngineModule:
     """`ModuleView` of one module of an sglang pipeline, on one rank.
 
     Args:
-        module: a transformer, or any other module with linear layers.
+        module: a transformer, or any other module with linear layers or convolutions.
         replica_size: ranks of the replica; shards that several of them hold are counted once.
         mode: of the server. ``merge`` merges or refuses, ``dynamic`` adds low-rank branches to the layers, ``auto``
             merges where a merge is defined and adds a branch elsewhere.
@@ -85,7 +96,7 @@ class EngineModule:
 
     def weight(self, name: str) -> torch.Tensor:
         host = host_weight(self._module, name)
-        return _local(self._module.get_parameter(name)) if host is None else host
+        return as_rows(_local(self._module.get_parameter(name)) if host is None else host)
 
     def offloaded(self, names: Collection[str]) -> HostWeights | None:
         if all(self.weight(name).device.type == self._device.type for name in names):
@@ -94,7 +105,7 @@ class EngineModule:
 
     def layers(self) -> Sequence[str]:
         return sorted(
-            name for name, layer in self._layers.items() if _is_linear(layer) and not name.endswith(".base_layer")
+            name for name, layer in self._layers.items() if _takes_pairs(layer) and not name.endswith(".base_layer")
         )
 
     def objections(self, pairs: Sequence[Pair]) -> list[str]:
@@ -128,11 +139,12 @@ class EngineModule:
     def _find(self, layer: str) -> Landing | None:
         for name, section in self._candidates(layer):
             found = self._layers.get(name)
-            if found is not None and _is_linear(found):
+            if found is not None and _takes_pairs(found):
                 self._refuse_permuted(layer, name)
+                self._refuse_copied(name)
                 return self._landing(name, found, section, _swaps_halves(layer, name))
         if layer in self._layers:
-            raise CannotLand(f"it is a {type(self._layers[layer]).__name__}, not a linear layer")
+            raise not_mergeable(self._layers[layer])
         return None
 
     def _candidates(self, layer: str) -> Iterator[tuple[str, Section]]:
@@ -160,12 +172,20 @@ class EngineModule:
         if f"{name}.weight" in permuted and getattr(self._module, "quant_config", None) is not None:
             raise CannotLand("the engine permutes the rows of this layer when it loads a quantized checkpoint")
 
+    def _refuse_copied(self, name: str) -> None:
+        """Fast paths of sglang's VAE decoders keep products of their weights, and change the layout of them."""
+        while name:
+            name = name.rpartition(".")[0]
+            if hasattr(self._layers[name], "_sgl_gate"):
+                raise CannotLand(f"a fast path of {type(self._layers[name]).__name__} keeps copies of its weights")
+
     def _owner(self, weight: str) -> nn.Module:
         return self._layers[weight.removesuffix(".weight")]
 
     def _landing(self, name: str, layer: nn.Module, section: Section, swapped: bool) -> Landing:
         weight = f"{name}.weight"
         dynamic = self._is_dynamic(layer)
+        kernel = kernel_of(layer)
         rows, cols, shards = _partition(layer)
         sections = [_Section(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
@@ -191,7 +211,7 @@ class EngineModule:
             )
         if not dynamic and isinstance(parameter := self._module.get_parameter(weight), DTensor):
             targets = _own_rows(targets, parameter)
-        return Landing(tuple(targets), whole, in_features)
+        return Landing(tuple(targets), whole, in_features, kernel)
 
     def _is_dynamic(self, layer: Any) -> bool:
         """Whether the layer gets a branch.
@@ -206,6 +226,8 @@ class EngineModule:
             return False
         if self._compiled:
             raise CannotLand("a low-rank branch does not reach a compiled layer: start without --enable-torch-compile")
+        if isinstance(layer, CONVOLUTIONS):
+            raise CannotLand(f"it is a {type(layer).__name__}; a low-rank branch is not defined for it")
         if isinstance(layer, ColumnParallelLinear) and layer.gather_output and layer.tp_size > 1:
             raise CannotLand("it gathers its output over the ranks; a low-rank branch is not defined for it")
         if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel and layer.tp_size > 1:
@@ -247,7 +269,8 @@ def _partition(layer: Any) -> tuple[_Rows, list[tuple[int, Span]], int]:
         return [everything(size) for size in layer.output_sizes], [everything(layer.input_size)], 1
     if isinstance(layer, ReplicatedLinear):
         return [everything(layer.output_size)], [everything(layer.input_size)], 1
-    return [everything(layer.out_features)], [everything(layer.in_features)], 1
+    rows, columns = features(layer)
+    return [everything(rows)], [everything(columns)], 1
 
 
 def _part(index: int, size: int) -> Span:
@@ -263,8 +286,8 @@ def _words(patterns: Iterable[str]) -> set[str]:
     return {word for pattern in patterns for word in re.findall(r"\w+", re.sub(r"\\.", " ", pattern))}
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, (LinearBase, nn.Linear))
+def _takes_pairs(layer: nn.Module) -> bool:
+    return isinstance(layer, (LinearBase, nn.Linear, *CONVOLUTIONS))
 
 
 def _obstacle(layer: Any) -> str | None:

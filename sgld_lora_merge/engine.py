@@ -11,6 +11,7 @@ the one before it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -534,11 +535,13 @@ def own_copy(pair: Pair) -> Pair:
     a, b = (
         torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in (pair.a, pair.b)
     )  # a copy even where the sender's tensor is on the host too
-    return Pair(pair.layer, a, b, pair.scale, owned=True)
+    return replace(pair, a=a, b=b, owned=True)
 
 
 def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
     faults = []
+    if _extents(pair.kernel) != _extents(landing.kernel):
+        faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
     if pair.a.shape[1] != landing.in_features:
         faults.append(
             f"{pair.layer!r}: lora_A {tuple(pair.a.shape)} has {pair.a.shape[1]} columns, the layer takes "
@@ -554,6 +557,15 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
         if weight.dtype not in MERGEABLE_DTYPES:
             faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
     return faults
+
+
+def _extents(kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A kernel of ones is none: such a convolution is a linear layer."""
+    return kernel if math.prod(kernel) > 1 else ()
+
+
+def _kind(kernel: tuple[int, ...]) -> str:
+    return f"a convolution's with kernel {kernel}" if kernel else "a linear layer's"
 
 
 def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:

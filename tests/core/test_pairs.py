@@ -114,8 +114,8 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
         ("to_q.diff_b", "bias"),
         ("to_q.diff", "full difference"),
         ("to_q.set_weight", "full difference"),
-        ("embed.lora_embedding_A", "embedding"),
-        ("embed.lora_embedding_B.default", "embedding"),
+        ("embed.lora_embedding_A", "nn.Embedding"),
+        ("embed.lora_embedding_B.default", "nn.Embedding"),
         ("to_q.weight", "not named <layer>.lora_A or <layer>.lora_B"),
         ("to_q.lora_C.weight", "not named"),
         ("lora_A", "not named"),
@@ -168,13 +168,31 @@ def test_layers_with_a_scale_of_their_own_may_have_another_rank():
     }
 
 
-@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 1), (1, 2, 6, 1)])
-def test_a_side_has_two_dimensions(shape):
+@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 1, 1, 1, 1)])
+def test_a_side_has_two_dimensions_and_perhaps_a_kernel(shape):
     (_, _), b = sides()
 
     (fault,) = faults_of([("to_q.lora_A", torch.ones(shape)), b])
 
-    assert fault == f"'to_q.lora_A' has shape {shape}; lora_A has two dimensions"
+    assert fault == f"'to_q.lora_A' has shape {shape}; lora_A has two dimensions, or a kernel besides"
+
+
+@pytest.mark.parametrize("kernel", [(3,), (3, 2), (1, 2, 2), (1, 1)], ids=str)
+def test_a_pair_of_a_convolution_is_flattened_and_keeps_its_kernel(kernel):
+    a, b = torch.randn(2, 5, *kernel), torch.randn(4, 2, *(1 for _ in kernel))
+
+    (pair,) = pair_up([("proj.lora_A", a), ("proj.lora_B", b)], alpha=4).pairs
+
+    assert (pair.rank, pair.kernel, pair.scale) == (2, kernel, 2.0)
+    assert torch.equal(pair.a, a.view(2, -1))
+    assert torch.equal(pair.b, b.view(4, 2))
+
+
+@pytest.mark.parametrize(("a", "b"), [((2, 6, 3, 3), (4, 2)), ((2, 6), (4, 2, 1, 1)), ((2, 6, 3, 3), (4, 2, 3, 3))])
+def test_sides_of_different_kinds_of_layer_are_not_a_pair(a, b):
+    (fault,) = faults_of([("x.lora_A", torch.ones(a)), ("x.lora_B", torch.ones(b))])
+
+    assert fault.startswith(f"'x': lora_B {b} does not fit lora_A {a}: it needs kernel (")
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)])

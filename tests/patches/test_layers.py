@@ -205,11 +205,40 @@ def test_a_plain_linear_is_a_target():
 
 @pytest.mark.parametrize(
     ("layer", "reason"),
-    [(nn.LayerNorm(4), "LayerNorm, not a linear layer"), (nn.Conv2d(1, 1, 1), "Conv2d, not a linear layer")],
+    [
+        (nn.LayerNorm(4), "LayerNorm, not a linear layer or a convolution"),
+        (nn.Embedding(4, 4), "Embedding, not a linear layer or a convolution"),
+        (nn.ConvTranspose2d(1, 1, 1), "ConvTranspose2d, not a linear layer or a convolution"),
+        (nn.Conv2d(4, 4, 1, groups=2), "Conv2d of 2 groups"),
+    ],
 )
 def test_a_layer_of_another_kind_is_refused_by_type(layer, reason):
     with pytest.raises(CannotLand, match=reason):
         EngineModule(model_of(layer), 1).land("layer")
+
+
+@pytest.mark.parametrize("name", ["patch_embedding", "patch_embedding.proj", "lora_unet_patch_embedding"])
+def test_a_patch_embedding_is_a_target_under_the_names_of_its_tables(name):
+    module = tree(WanVideoArchConfig(), patch_embedding__proj=nn.Conv3d(16, OUT, (1, 2, 2)))
+    view = EngineModule(module, 4)
+    landing = view.land(name)
+    (target,) = landing.targets
+    assert (target.weight, target.copies, landing.shape) == ("patch_embedding.proj.weight", 4, (OUT, 16, 1, 2, 2))
+    assert view.weight(target.weight).data_ptr() == module.patch_embedding.proj.weight.data_ptr()
+    assert view.weight(target.weight).shape == (OUT, 64)
+
+
+def test_a_convolution_gets_no_low_rank_branch():
+    with pytest.raises(CannotLand, match="Conv2d; a low-rank branch is not defined for it"):
+        EngineModule(model_of(nn.Conv2d(4, 4, 3)), 1, mode="dynamic").land("layer")
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3), nn.Linear(4, 4)])
+def test_layers_under_a_fast_path_that_keeps_copies_are_refused(layer):
+    module = model_of(nn.Sequential(nn.Sequential(layer)))
+    module.layer._sgl_gate = object()
+    with pytest.raises(CannotLand, match="a fast path of Sequential keeps copies"):
+        EngineModule(module, 1).land("layer.0.0")
 
 
 def test_m6_a_quantized_layer_is_refused_before_any_layer_changes():
