@@ -51,8 +51,8 @@ class Target:
         weight: the parameter's name in its module.
         section: index of the section in a fused weight; 0 where nothing is fused.
         rows: rows of the local weight, all its columns.
-        b_rows: rows of the pair's whole B, in the order of ``rows``.
-        a_cols: columns of the pair's whole A, in the order of the local weight's columns.
+        b_rows: rows of the pair's B, in the order of ``rows``.
+        a_cols: columns of the pair's A, in the order of the local weight's columns.
         copies: how many ranks of the replica hold this very shard; what is summed over ranks is divided by it.
         dynamic: the weight stays as it is, and the layer adds the low-rank product to its output.
     """
