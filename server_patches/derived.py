@@ -16,9 +16,6 @@ DERIVED: Mapping[str, str] = {
     "_cam_qkv_params_cache": "SANA-WM: the camera projections in one weight, keyed on address and version",
     "_triton_norm_weights_cache": "SANA-WM: norm weights in float32, keyed on address and version",
     "_modulation_cache": "Qwen-Image: modulation of the last time step, computed with img_mod and txt_mod",
-    "_sgl_folded": "Qwen-Image 2.1 VAE: a convolution folded with its upsampling, keyed on address and version",
-    "_fused_weight": "FLUX.2 VAE: a convolution folded with its upsampling, made once",
-    "_sgl_folded_v": "FLUX.2 VAE: the value projection folded with the output projection, made once",
 }
 
 # Looked at and left alone: attribute -> why. tests/patches/test_derived_state.py fails for one that is in neither.
@@ -28,12 +25,15 @@ NOT_DERIVED: Mapping[str, str] = {
     "_chunk_inputs_cache": "inputs of a request",
     "_free_slots": "MiniMax H3's AdaLN cache, which refresh_weight_derived_caches empties",
     "_fused_qkv_bias": "biases are not merged",
+    "_fused_weight": "FLUX.2 VAE's fast path, whose layers `EngineModule` refuses",
     "_generated_masks": "masks of a request",
     "_generated_masks_key": "masks of a request",
     "_pdd_heads": "heads from a file of their own, in place of the layer's",
     "_pdd_device_heads": "heads from a file of their own, in place of the layer's",
     "_plucker_emb_cache": "camera embeddings of a request",
+    "_sgl_folded": "Qwen-Image 2.1 VAE's fast path, whose layers `EngineModule` refuses",
     "_sgl_folded_key": "goes with _sgl_folded",
+    "_sgl_folded_v": "FLUX.2 VAE's fast path, whose layers `EngineModule` refuses",
     "_sgl_unit_weight": "ones",
     "park_non_layer_weights_between_uses": "a switch",
     "processor": "an object without weights",

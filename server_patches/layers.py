@@ -6,7 +6,8 @@ adapters with, so that a pair lands where loading it from disk would have put it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -34,8 +35,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from server_patches.derived import multiplies_with_a_copy
 from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.dynamic import Branches
+from sgld_lora_merge.kohya import segments_of
 from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.targets import CannotLand, Landing, Span, Target
+from sgld_lora_merge.targets import (
+    CONVOLUTIONS,
+    CannotLand,
+    Landing,
+    Span,
+    Target,
+    as_rows,
+    dotted_name,
+    features,
+    kernel_of,
+    not_mergeable,
+)
 
 Mode = Literal["merge", "dynamic", "auto"]
 Section = int | str | None
@@ -46,7 +59,7 @@ class EngineModule:
     """`ModuleView` of one module of an sglang pipeline, on one rank.
 
     Args:
-        module: a transformer, or any other module with linear layers.
+        module: a transformer, or any other module with linear layers or convolutions.
         replica_size: ranks of the replica; shards that several of them hold are counted once.
         mode: of the server. ``merge`` merges or refuses, ``dynamic`` adds low-rank branches to the layers, ``auto``
             merges where a merge is defined and adds a branch elsewhere.
@@ -71,17 +84,20 @@ class EngineModule:
         self._replica_size = replica_size
         self._layers = {name: _unwrapped(layer) for name, layer in module.named_modules()}
         self._landings: dict[str, Landing | None] = {}
+        self._dotted_names: dict[str, str] = {}
         mappings = (getattr(module, "lora_param_names_mapping", None), getattr(module, "param_names_mapping", None))
-        self._mappings = [get_param_names_mapping(mapping) for mapping in mappings if mapping]
+        tables = [mapping for mapping in mappings if mapping]
+        self._mappings = [get_param_names_mapping(table) for table in tables]
+        self._segments = segments_of(self._layers) | _words(pattern for table in tables for pattern in table)
 
     def land(self, layer: str) -> Landing | None:
         if layer not in self._landings:
-            self._landings[layer] = self._find(layer)
+            self._landings[layer] = self._find(self._dotted(layer))
         return self._landings[layer]
 
     def weight(self, name: str) -> torch.Tensor:
         host = host_weight(self._module, name)
-        return _local(self._module.get_parameter(name)) if host is None else host
+        return as_rows(_local(self._module.get_parameter(name)) if host is None else host)
 
     def offloaded(self, names: Collection[str]) -> HostWeights | None:
         if all(self.weight(name).device.type == self._device.type for name in names):
@@ -90,7 +106,7 @@ class EngineModule:
 
     def layers(self) -> Sequence[str]:
         return sorted(
-            name for name, layer in self._layers.items() if _is_linear(layer) and not name.endswith(".base_layer")
+            name for name, layer in self._layers.items() if _takes_pairs(layer) and not name.endswith(".base_layer")
         )
 
     def objections(self, pairs: Sequence[Pair]) -> list[str]:
@@ -98,11 +114,11 @@ class EngineModule:
         if not isinstance(self._model, BaseDiT):
             return []
         try:
-            self._model.validate_lora_layers([pair.layer for pair in pairs])
+            self._model.validate_lora_layers([self._dotted(pair.layer) for pair in pairs])
             self._model.validate_weight_update_source(weights_path=None)
             if type(self._model).prepare_lora_adapter is not BaseDiT.prepare_lora_adapter:
                 return self._rewritten(pairs)
-        except ValueError as error:
+        except (ValueError, CannotLand) as error:
             return [str(error)]
         return []
 
@@ -110,20 +126,26 @@ class EngineModule:
         """Pairs that this model class computes anew when it loads an adapter from disk."""
         adapter: dict[str, torch.Tensor] = {}
         for pair in pairs:
-            name = self._from_disk(pair.layer)[0]
+            name = self._from_disk(self._dotted(pair.layer))[0]
             adapter |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
         prepared = self._model.prepare_lora_adapter(dict(adapter))
         changed = sorted(key for key, tensor in adapter.items() if prepared.get(key) is not tensor)
         return [f"{type(self._module).__name__} rewrites {key!r} from disk, which is not built yet" for key in changed]
 
+    def _dotted(self, layer: str) -> str:
+        if layer not in self._dotted_names:
+            self._dotted_names[layer] = dotted_name(layer, self._segments, self._find)
+        return self._dotted_names[layer]
+
     def _find(self, layer: str) -> Landing | None:
         for name, section in self._candidates(layer):
             found = self._layers.get(name)
-            if found is not None and _is_linear(found):
-                self._refuse_permuted(name)
+            if found is not None and _takes_pairs(found):
+                self._refuse_permuted(layer, name)
+                self._refuse_copied(name)
                 return self._landing(name, found, section, _swaps_halves(layer, name))
         if layer in self._layers:
-            raise CannotLand(f"it is a {type(self._layers[layer]).__name__}, not a linear layer")
+            raise not_mergeable(self._layers[layer])
         return None
 
     def _candidates(self, layer: str) -> Iterator[tuple[str, Section]]:
@@ -142,10 +164,21 @@ class EngineModule:
             section = section if index is None else index
         return name.removesuffix(suffix), section
 
-    def _refuse_permuted(self, name: str) -> None:
+    def _refuse_permuted(self, layer: str, name: str) -> None:
+        if layer.endswith("adaLN_modulation.1") and name.endswith("norm_out.linear"):
+            raise CannotLand(
+                f"its scale and shift stand the other way round in {name!r}; send it as that, halves of lora_B swapped"
+            )
         permuted = getattr(self._module, "scale_shift_swap_params", ())
         if f"{name}.weight" in permuted and getattr(self._module, "quant_config", None) is not None:
             raise CannotLand("the engine permutes the rows of this layer when it loads a quantized checkpoint")
+
+    def _refuse_copied(self, name: str) -> None:
+        """Fast paths of sglang's VAE decoders keep products of their weights, and change the layout of them."""
+        while name:
+            name = name.rpartition(".")[0]
+            if hasattr(self._layers[name], "_sgl_gate"):
+                raise CannotLand(f"a fast path of {type(self._layers[name]).__name__} keeps copies of its weights")
 
     def _owner(self, weight: str) -> nn.Module:
         return self._layers[weight.removesuffix(".weight")]
@@ -153,6 +186,7 @@ class EngineModule:
     def _landing(self, name: str, layer: nn.Module, section: Section, swapped: bool) -> Landing:
         weight = f"{name}.weight"
         dynamic = self._is_dynamic(name, layer)
+        kernel = kernel_of(layer)
         rows, cols, shards = _partition(layer)
         sections = [_Section(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
@@ -178,7 +212,7 @@ class EngineModule:
             )
         if not dynamic and isinstance(parameter := self._module.get_parameter(weight), DTensor):
             targets = _own_rows(targets, parameter)
-        return Landing(tuple(targets), whole, in_features)
+        return Landing(tuple(targets), whole, in_features, kernel)
 
     def _is_dynamic(self, name: str, layer: Any) -> bool:
         """Whether the layer gets a branch.
@@ -195,6 +229,8 @@ class EngineModule:
             raise CannotLand("a low-rank branch does not reach a compiled layer: start without --enable-torch-compile")
         if multiplies_with_a_copy(self._layers[name.rpartition(".")[0]]):
             raise CannotLand("its block computes with a copy of its weight, which a low-rank branch does not reach")
+        if isinstance(layer, CONVOLUTIONS):
+            raise CannotLand(f"it is a {type(layer).__name__}; a low-rank branch is not defined for it")
         if isinstance(layer, ColumnParallelLinear) and layer.gather_output and layer.tp_size > 1:
             raise CannotLand("it gathers its output over the ranks; a low-rank branch is not defined for it")
         if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel and layer.tp_size > 1:
@@ -236,7 +272,8 @@ def _partition(layer: Any) -> tuple[_Rows, list[tuple[int, Span]], int]:
         return [everything(size) for size in layer.output_sizes], [everything(layer.input_size)], 1
     if isinstance(layer, ReplicatedLinear):
         return [everything(layer.output_size)], [everything(layer.input_size)], 1
-    return [everything(layer.out_features)], [everything(layer.in_features)], 1
+    rows, columns = features(layer)
+    return [everything(rows)], [everything(columns)], 1
 
 
 def _part(index: int, size: int) -> Span:
@@ -247,8 +284,13 @@ def _offsets(cols: list[tuple[int, Span]]) -> list[int]:
     return [0, *accumulate(size for size, _ in cols)][:-1]
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, (LinearBase, nn.Linear))
+def _words(patterns: Iterable[str]) -> set[str]:
+    """What stands literally between the dots of the names that these regular expressions match."""
+    return {word for pattern in patterns for word in re.findall(r"\w+", re.sub(r"\\.", " ", pattern))}
+
+
+def _takes_pairs(layer: nn.Module) -> bool:
+    return isinstance(layer, (LinearBase, nn.Linear, *CONVOLUTIONS))
 
 
 def _obstacle(layer: Any) -> str | None:

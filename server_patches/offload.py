@@ -44,7 +44,7 @@ class HostWeights:
             # sglang keeps a host copy of what it may park, and would bring the old weight back
             parked: dict[str, torch.Tensor] = getattr(self._module, "_parked_non_layer_weights", {})
             parked.pop(name, None)
-        elif name not in (manager.update_cpu_weights({name: merged}) or ()):
+        elif name not in (manager.update_cpu_weights({name: merged.view_as(manager.get_cpu_weight(name))}) or ()):
             raise RuntimeError(f"the offload manager did not take {name!r}")
 
 

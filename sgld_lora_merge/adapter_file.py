@@ -13,7 +13,9 @@ LAYER_SCALING = "layer_scaling"
 
 
 def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, float]]:
-    """The named tensors of a file, on the CPU, and its ``layer_scaling``: layer prefix -> whole scale.
+    """The named tensors of a file, as views of a mapping of it, and its ``layer_scaling``: layer prefix -> whole scale.
+
+    The mapping is private: nothing is copied here, and who copies a slice reads no more than that of the file.
 
     Raises:
         RequestError: not a safetensors file, or metadata that is not what it should be.

@@ -11,6 +11,7 @@ the one before it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,14 +20,14 @@ from itertools import pairwise
 
 import torch
 
-from sgld_lora_merge import kernels
+from sgld_lora_merge import kernels, kohya
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats, Term
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Span, Target
 
 DEFAULT_ADAPTER = "default"
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +57,7 @@ class ModuleUpdate:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A pair, in the engine's own memory, at one of its targets."""
+    """A pair at one of its targets; once it is in the engine's own memory, perhaps only what this rank takes of it."""
 
     pair: Pair
     target: Target
@@ -241,6 +242,7 @@ class MergeEngine:
         if skipped and not (update.allow_partial and placed):
             nearest = name_some(_nearest(skipped, view.layers()))
             faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
+            faults.extend([kohya.ADVICE] * any(map(kohya.is_flattened, skipped)))
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live
@@ -284,17 +286,7 @@ class MergeEngine:
         """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
         owned = []
         for plan in plans:
-            state = self.state(plan.module)
-            copies = {id(pair): pair for pair in (*state.pairs, *_pairs(state.previous or {}))}
-            after: dict[str, Adapter] = {}
-            for name, adapter in plan.after.items():
-                if adapter is state.live.get(name):
-                    after[name] = adapter
-                    continue
-                for new in adapter.values():
-                    if id(new.pair) not in copies:
-                        copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
-                after[name] = {key: Placed(copies[id(new.pair)], new.target) for key, new in adapter.items()}
+            after = {name: _owned(adapter, self.precision) for name, adapter in plan.after.items()}
             owned.append(self._prepared(replace(plan, after=after)))
         both_ways = [job for plan in owned for after in (True, False) for job in self._outline(plan, after=after)]
         scratch = {device: kernels.scratch_for(jobs, self.precision) for device, jobs in _by_device(both_ways).items()}
@@ -530,14 +522,52 @@ def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
 
 def own_copy(pair: Pair) -> Pair:
     """The pair in memory of the engine's own, on the host."""
-    a, b = (
-        torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in (pair.a, pair.b)
-    )  # a copy even where the sender's tensor is on the host too
-    return Pair(pair.layer, a, b, pair.scale, owned=True)
+    rows, columns = Span(0, pair.b.shape[0]), Span(0, pair.a.shape[1])
+    return replace(pair, a=_copied(pair.a, [columns], dim=1), b=_copied(pair.b, [rows], dim=0), owned=True)
+
+
+def own_part(pair: Pair, targets: Sequence[Target]) -> tuple[Pair, list[Target]]:
+    """What targets of the same columns take of a pair, as `own_copy` has it, and the targets upon that."""
+    columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
+    part = replace(pair, a=_copied(pair.a, columns, dim=1), b=_copied(pair.b, rows, dim=0), owned=True)
+    moved, start = [], 0
+    for target in targets:
+        own_rows = Span(0, sum(span.size for span in target.b_rows)).shifted(start)
+        moved.append(replace(target, b_rows=(own_rows,), a_cols=(Span(0, part.a.shape[1]),)))
+        start = own_rows.stop
+    return part, moved
+
+
+def _copied(tensor: torch.Tensor, spans: Sequence[Span], dim: int) -> torch.Tensor:
+    """Those spans of one dimension, one after the other, copied to the host, also where the tensor is there already."""
+    sizes = [span.size for span in spans]
+    copy = torch.empty([sum(sizes) if d == dim else size for d, size in enumerate(tensor.shape)], dtype=tensor.dtype)
+    for span, slot in zip(spans, copy.split(sizes, dim), strict=True):
+        slot.copy_(tensor.detach().narrow(dim, span.start, span.size))
+    return copy
+
+
+def _owned(adapter: Adapter, precision: Precision) -> Adapter:
+    """The adapter in the engine's own memory; what is there already stays the same object.
+
+    FP16 mode keeps pairs whole: its product is that of the whole layer, as a trainer computes it.
+    """
+    groups: dict[tuple[int, tuple[Span, ...]], list[Placed]] = {}
+    for placed in adapter.values():
+        if not placed.pair.owned:
+            groups.setdefault((id(placed.pair), placed.target.a_cols), []).append(placed)
+    owned = dict(adapter)
+    for group in groups.values():
+        pair, targets = group[0].pair, [placed.target for placed in group]
+        own, moved = (own_copy(pair), targets) if precision is Precision.FP16 else own_part(pair, targets)
+        owned |= {target.key: Placed(own, target) for target in moved}
+    return owned
 
 
 def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
     faults = []
+    if _extents(pair.kernel) != _extents(landing.kernel):
+        faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
     if pair.a.shape[1] != landing.in_features:
         faults.append(
             f"{pair.layer!r}: lora_A {tuple(pair.a.shape)} has {pair.a.shape[1]} columns, the layer takes "
@@ -553,6 +583,15 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
         if weight.dtype not in MERGEABLE_DTYPES:
             faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
     return faults
+
+
+def _extents(kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A kernel of ones is none: such a convolution is a linear layer."""
+    return kernel if math.prod(kernel) > 1 else ()
+
+
+def _kind(kernel: tuple[int, ...]) -> str:
+    return f"a convolution's with kernel {kernel}" if kernel else "a linear layer's"
 
 
 def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -1,11 +1,13 @@
 """Where a pair lands: rows of one local weight, and which rows of B and columns of A they come from.
 
-A fused section, a tensor-parallel shard and both together are the same thing: slices.
+A fused section, a tensor-parallel shard and both together are the same thing: slices. A convolution's weight is rows,
+too: one for each output channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,8 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from sgld_lora_merge.kohya import segments_of, spellings
+
 if TYPE_CHECKING:
     from sgld_lora_merge.dynamic import Branches
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, order=True)
@@ -45,8 +51,8 @@ class Target:
         weight: the parameter's name in its module.
         section: index of the section in a fused weight; 0 where nothing is fused.
         rows: rows of the local weight, all its columns.
-        b_rows: rows of the pair's whole B, in the order of ``rows``.
-        a_cols: columns of the pair's whole A, in the order of the local weight's columns.
+        b_rows: rows of the pair's B, in the order of ``rows``.
+        a_cols: columns of the pair's A, in the order of the local weight's columns.
         copies: how many ranks of the replica hold this very shard; what is summed over ranks is divided by it.
         dynamic: the weight stays as it is, and the layer adds the low-rank product to its output.
     """
@@ -67,11 +73,22 @@ class Target:
 
 @dataclass(frozen=True)
 class Landing:
-    """All targets of one layer prefix on this rank, and the shape of the whole unsharded weight a pair must fit."""
+    """All targets of one layer prefix on this rank, and the whole unsharded weight that a pair must fit.
+
+    Attributes:
+        out_features, in_features: rows and columns of the whole weight, a convolution's flattened to two dimensions.
+        kernel: of a convolution; () of a linear layer.
+    """
 
     targets: tuple[Target, ...]
     out_features: int
     in_features: int
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight as a checkpoint has it."""
+        return (self.out_features, self.in_features // math.prod(self.kernel), *self.kernel)
 
 
 class CannotLand(Exception):
@@ -114,35 +131,99 @@ class ModuleView(Protocol):
         """Layer names that could be targets, for error messages."""
 
 
-def whole_weight(weight: str, out_features: int, in_features: int) -> Landing:
+def whole_weight(weight: str, out_features: int, in_features: int, kernel: tuple[int, ...] = ()) -> Landing:
     """The landing of a layer that is neither fused nor sharded."""
     rows, cols = Span(0, out_features), Span(0, in_features)
-    return Landing((Target(weight, 0, rows, (rows,), (cols,)),), out_features, in_features)
+    return Landing((Target(weight, 0, rows, (rows,), (cols,)),), out_features, in_features, kernel)
+
+
+def as_rows(weight: torch.Tensor) -> torch.Tensor:
+    """``[rows, columns]`` of a weight, in the same memory."""
+    return weight.view(weight.shape[0], -1) if weight.dim() > 2 else weight
+
+
+def features(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, int]:
+    """Rows and columns of the whole weight of a layer of torch's own."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return layer.out_channels, layer.in_channels * math.prod(layer.kernel_size)
+
+
+def kernel_of(layer: nn.Module) -> tuple[int, ...]:
+    """The kernel of a convolution; () of any other layer.
+
+    Raises:
+        CannotLand: a convolution for which no merge is defined, or whose weight is not rows in memory.
+    """
+    if not isinstance(layer, CONVOLUTIONS):
+        return ()
+    kind = type(layer).__name__
+    if layer.groups > 1:
+        raise CannotLand(f"it is a {kind} of {layer.groups} groups, for which PEFT defines no merge")
+    if not layer.weight.is_contiguous():
+        raise CannotLand(f"it is a {kind} whose weight is not contiguous (channels-last?)")
+    return tuple(layer.kernel_size)
+
+
+def not_mergeable(layer: nn.Module) -> CannotLand:
+    """The refusal of a layer by its type."""
+    return CannotLand(f"it is a {type(layer).__name__}, not a linear layer or a convolution")
+
+
+def dotted_name(layer: str, segments: Collection[str], find: Callable[[str], Landing | None]) -> str:
+    """The dotted name of a layer that the sender may name as kohya does; the name as it is if it stands for none.
+
+    Args:
+        layer: the layer prefix as the sender names it.
+        segments: what stands between two dots in the names of this module.
+        find: where a layer of a dotted name lands.
+
+    Raises:
+        CannotLand: it stands for several layers.
+    """
+    found: dict[Landing, str] = {}
+    refused: list[str] = []
+    for name in spellings(layer, segments):
+        try:
+            landing = find(name)
+        except CannotLand:
+            refused.append(name)  # a layer that is there: its own refusal says more than that it is unknown
+        else:
+            if landing is not None:
+                found.setdefault(landing, name)
+    if len(found) > 1:
+        told = " and for ".join(repr(name) for name in found.values())
+        raise CannotLand(f"{layer!r} stands for {told}; send it under a dotted name")
+    return next(iter([*found.values(), *refused]), layer)
 
 
 class LinearModule:
-    """`ModuleView` of a plain torch module: its ``nn.Linear`` layers under their own names."""
+    """`ModuleView` of a plain torch module: linear layers and convolutions, by their own names or as kohya has them."""
 
     branches = None
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-        self._others = {name: type(m).__name__ for name, m in module.named_modules() if name not in self._linears}
+        self._layers = dict(module.named_modules())
+        self._segments = segments_of(self._layers)
 
     def land(self, layer: str) -> Landing | None:
-        linear = self._linears.get(layer)
-        if linear is None:
-            if layer in self._others:
-                raise CannotLand(f"it is a {self._others[layer]}, not a linear layer")
+        return self._find(dotted_name(layer, self._segments, self._find))
+
+    def _find(self, layer: str) -> Landing | None:
+        found = self._layers.get(layer)
+        if found is None:
             return None
-        return whole_weight(f"{layer}.weight", linear.out_features, linear.in_features)
+        if not isinstance(found, (nn.Linear, *CONVOLUTIONS)):
+            raise not_mergeable(found)
+        kernel = kernel_of(found)
+        return whole_weight(f"{layer}.weight", *features(found), kernel)
 
     def weight(self, name: str) -> torch.Tensor:
-        return self._module.get_parameter(name).data
+        return as_rows(self._module.get_parameter(name).data)
 
     def offloaded(self, names: Collection[str]) -> None:
         return None
 
     def layers(self) -> Sequence[str]:
-        return sorted(self._linears)
+        return sorted(name for name, layer in self._layers.items() if isinstance(layer, (nn.Linear, *CONVOLUTIONS)))

@@ -26,11 +26,11 @@ class Piece:
 
 
 def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
-    """The whole unsharded ``[out_features, in_features]`` weight of a layer from the pieces of all ranks."""
+    """The whole unsharded weight of a layer, in its landing's shape, from the pieces of all ranks."""
     whole = torch.zeros(landing.out_features, landing.in_features, dtype=pieces[0].rows.dtype)
     for piece in pieces:
         whole[_indices(piece.target.b_rows)[:, None], _indices(piece.target.a_cols)] = piece.rows
-    return whole
+    return whole.view(landing.shape)
 
 
 def sha256(tensor: torch.Tensor) -> str:

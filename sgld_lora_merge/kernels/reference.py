@@ -26,7 +26,7 @@ class Term:
     """``scale * (b @ a)[b_rows][:, a_cols]``: what one pair adds to a target.
 
     Attributes:
-        a: ``[rank, in_features]``, whole. b: ``[out_features, rank]``, whole; any of the pair dtypes.
+        a: ``[rank, columns]``, b: ``[rows, rank]``, any of the pair dtypes; in FP16 mode those of the whole layer.
         scale: applied as a float32.
         b_rows, a_cols: which rows of b and columns of a make the target, in its order.
     """

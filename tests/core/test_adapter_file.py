@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +24,24 @@ def test_tensors_come_as_they_are(tmp_path):
     named, scaling = read_adapter(written(tmp_path))
     assert scaling == {}
     assert {name: tensor.dtype for name, tensor in named} == {name: tensor.dtype for name, tensor in TENSORS.items()}
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in named)
+
+
+def mapped(path, tensor):
+    """Whether a tensor lies in a mapping of that file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < stop:
+            return line.endswith(path)
+    return False
+
+
+def test_nothing_is_copied_so_that_a_worker_reads_what_it_takes(tmp_path):
+    """And the mapping outlives the file, which is gone after the answer."""
+    path = written(tmp_path)
+    named, _ = read_adapter(path)
+    assert all(mapped(path, tensor) for _, tensor in named)
+    Path(path).unlink()
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in named)
 
 

@@ -233,6 +233,27 @@ def test_no_known_layer_at_all_is_refused_even_where_unknown_ones_are_allowed():
     assert "x" in fault.split("engine")[1]
 
 
+def test_n6_a_flattened_name_that_stands_for_nothing_is_refused_with_what_to_convert_it_with():
+    engine = engine_of(transformer=model())
+
+    unknown, advice = faults_of(engine, ModuleUpdate("transformer", [pair("lora_unet_x"), pair("lora_unet_input_0")]))
+
+    assert "unknown layers lora_unet_input_0;" in unknown
+    assert "save_lora_adapter" in advice
+
+
+def test_n6_a_flattened_name_is_merged_and_counts_as_the_dotted_one():
+    net = model()
+    engine = engine_of(transformer=net)
+    base = net["x"].weight.detach().clone()
+
+    (fault,) = faults_of(engine, ModuleUpdate("transformer", [pair("x"), pair("lora_unet_x")]))
+    go_live(engine, ModuleUpdate("transformer", [pair("lora_unet_x")]))
+
+    assert "'lora_unet_x' and 'x' land on the same rows of 'x.weight'" in fault
+    assert torch.equal(net["x"].weight, merged(base, pair("x")))
+
+
 def test_more_than_ten_unknown_layers_are_ten_and_a_count():
     engine = engine_of(transformer=model())
 
@@ -977,6 +998,59 @@ def test_own_copies_do_not_hold_on_to_a_larger_buffer():
     (live,) = engine.state("transformer").pairs
     assert live.a.untyped_storage().nbytes() == live.a.nbytes
     assert live.b.untyped_storage().nbytes() == live.b.nbytes
+
+
+class ShardView:
+    """One of two ranks' part of a fused layer of two sections, whose columns come in two segments."""
+
+    branches = None
+
+    def __init__(self, whole, rank):
+        self.rows = [(Span(0 + 2 * rank, 2 + 2 * rank),), (Span(4 + rank, 5 + rank),)]
+        self.cols = (Span(rank, 1 + rank), Span(2 + 2 * rank, 4 + 2 * rank))
+        rows = torch.cat([whole[span.start : span.stop] for (span,) in self.rows])
+        self.live = torch.cat([rows[:, span.start : span.stop] for span in self.cols], dim=1)
+
+    def land(self, layer):
+        parts = zip((Span(0, 2), Span(2, 3)), self.rows, strict=True)
+        targets = [Target("w", i, rows, b_rows, self.cols) for i, (rows, b_rows) in enumerate(parts)]
+        return Landing(tuple(targets), 6, WIDTH)
+
+    def weight(self, name):
+        return self.live
+
+    def layers(self):
+        return ["x"]
+
+    def offloaded(self, names):
+        return None
+
+    def of(self, whole):
+        """This rank's part of a whole weight."""
+        return ShardView(whole, self.rows[0][0].start // 2).live
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("precision", Precision)
+def test_a_rank_keeps_only_what_it_takes_of_a_pair_and_merges_the_same_bytes(precision, rank):
+    """In FP16 mode all of it: the product is that of the whole layer."""
+    whole = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+    view = ShardView(whole, rank)
+    engine, updates = engine_of(precision, m=view), [pair("x", outputs=6, seed=seed) for seed in (1, 2)]
+    expected = [view.of(merged(whole, update, precision=precision)) for update in updates]
+
+    for update, weight in zip(updates, expected, strict=True):
+        go_live(engine, ModuleUpdate("m", [update]))
+        assert torch.equal(view.live, weight)
+
+    (kept,) = engine.state("m").pairs
+    fp16 = precision is Precision.FP16
+    assert (kept.a.shape, kept.b.shape) == (((2, 6), (6, 2)) if fp16 else ((2, 3), (3, 2)))
+    assert kept.a.untyped_storage().nbytes() == kept.a.nbytes
+    rollback(engine)
+    assert torch.equal(view.live, expected[0])
+    reset(engine)
+    assert torch.equal(view.live, view.of(whole))
 
 
 def test_after_many_updates_the_engine_holds_two_sets_of_pairs(monkeypatch):

@@ -102,9 +102,8 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight", "kohya"),  # case N6
-        ("lora_unet_joint_blocks_0_context_block_attn_proj.alpha", "kohya"),
-        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "kohya"),
+        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", "text encoder in kohya format"),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha", "text encoder in kohya format"),
         ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
         ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
         ("to_q.dora_scale", "DoRA"),
@@ -115,8 +114,8 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
         ("to_q.diff_b", "bias"),
         ("to_q.diff", "full difference"),
         ("to_q.set_weight", "full difference"),
-        ("embed.lora_embedding_A", "embedding"),
-        ("embed.lora_embedding_B.default", "embedding"),
+        ("embed.lora_embedding_A", "nn.Embedding"),
+        ("embed.lora_embedding_B.default", "nn.Embedding"),
         ("to_q.weight", "not named <layer>.lora_A or <layer>.lora_B"),
         ("to_q.lora_C.weight", "not named"),
         ("lora_A", "not named"),
@@ -169,13 +168,31 @@ def test_layers_with_a_scale_of_their_own_may_have_another_rank():
     }
 
 
-@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 1), (1, 2, 6, 1)])
-def test_a_side_has_two_dimensions(shape):
+@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 1, 1, 1, 1)])
+def test_a_side_has_two_dimensions_and_perhaps_a_kernel(shape):
     (_, _), b = sides()
 
     (fault,) = faults_of([("to_q.lora_A", torch.ones(shape)), b])
 
-    assert fault == f"'to_q.lora_A' has shape {shape}; lora_A has two dimensions"
+    assert fault == f"'to_q.lora_A' has shape {shape}; lora_A has two dimensions, or a kernel besides"
+
+
+@pytest.mark.parametrize("kernel", [(3,), (3, 2), (1, 2, 2), (1, 1)], ids=str)
+def test_a_pair_of_a_convolution_is_flattened_and_keeps_its_kernel(kernel):
+    a, b = torch.randn(2, 5, *kernel), torch.randn(4, 2, *(1 for _ in kernel))
+
+    (pair,) = pair_up([("proj.lora_A", a), ("proj.lora_B", b)], alpha=4).pairs
+
+    assert (pair.rank, pair.kernel, pair.scale) == (2, kernel, 2.0)
+    assert torch.equal(pair.a, a.view(2, -1))
+    assert torch.equal(pair.b, b.view(4, 2))
+
+
+@pytest.mark.parametrize(("a", "b"), [((2, 6, 3, 3), (4, 2)), ((2, 6), (4, 2, 1, 1)), ((2, 6, 3, 3), (4, 2, 3, 3))])
+def test_sides_of_different_kinds_of_layer_are_not_a_pair(a, b):
+    (fault,) = faults_of([("x.lora_A", torch.ones(a)), ("x.lora_B", torch.ones(b))])
+
+    assert fault.startswith(f"'x': lora_B {b} does not fit lora_A {a}: it needs kernel (")
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)])
@@ -350,6 +367,19 @@ def test_down_and_up_are_a_and_b(down, up):
 
     assert pair.a is a
     assert pair.b is b
+
+
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lora_transformer_"])
+def test_n6_a_kohya_file_is_pairs_under_its_own_flattened_names(prefix):
+    """What a flattened name stands for is the module's to say; alphas and scales go by it as it is."""
+    (_, a), (_, b) = sides(rank=2)
+    one, other = (f"{prefix}joint_blocks_{i}_context_block_attn_proj" for i in range(2))
+    named = [(f"{layer}.{side}.weight", t) for layer in (one, other) for side, t in (("lora_down", a), ("lora_up", b))]
+
+    pairing = pair_up([*named, (f"{one}.alpha", torch.tensor(6.0))], layer_scaling={other: 0.5})
+
+    assert pairing.faults == ()
+    assert [(pair.layer, pair.scale) for pair in pairing.pairs] == [(one, 3.0), (other, 0.5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)

@@ -64,6 +64,31 @@ def test_a_bare_linear_layer_lands_under_its_empty_name():
     assert view.weight(landing.targets[0].weight).data_ptr() == linear.weight.data_ptr()
 
 
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lora_transformer_"])
+def test_n6_a_flattened_name_lands_where_the_dotted_one_does(prefix):
+    view = LinearModule(small_model())
+
+    assert view.land(f"{prefix}proj") == view.land("proj")
+    assert view.land(f"{prefix}block_0") == view.land("block.0")
+    assert view.land(f"{prefix}block_1") is None
+    with pytest.raises(CannotLand, match="LayerNorm"):
+        view.land(f"{prefix}norm")
+
+
+def test_underscores_are_dots_in_kohyas_names_only():
+    assert LinearModule(small_model()).land("block_0") is None
+
+
+def test_a_flattened_name_that_stands_for_two_layers_is_refused_with_both():
+    view = LinearModule(nn.ModuleDict({"ff_in": nn.Linear(2, 2), "ff": nn.ModuleDict({"in": nn.Linear(2, 2)})}))
+
+    with pytest.raises(
+        CannotLand, match=r"'lora_unet_ff_in' stands for 'ff.in' and for 'ff_in'; send it under a dotted"
+    ):
+        view.land("lora_unet_ff_in")
+    assert view.land("ff_in") == whole_weight("ff_in.weight", 2, 2)
+
+
 def test_the_weight_of_a_view_is_the_live_one():
     model = small_model()
 

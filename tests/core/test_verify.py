@@ -38,6 +38,13 @@ def test_a_layer_is_put_together_from_its_pieces(pieces):
     assert torch.equal(assemble(LANDING, [piece(WHOLE, *each) for each in pieces]), WHOLE)
 
 
+def test_a_convolution_is_put_together_in_the_shape_of_its_weight():
+    weight = WHOLE.view(6, 2, 2, 2)
+    whole = assemble(Landing((), 6, 8, (2, 2)), [piece(WHOLE, ROWS, COLS)])
+    assert torch.equal(whole, weight)
+    assert sha256(whole) == sha256(weight)
+
+
 def test_a_hole_is_seen_in_the_checksum():
     assert sha256(assemble(LANDING, [piece(WHOLE, (Span(0, 5),), COLS)])) != sha256(WHOLE)
 

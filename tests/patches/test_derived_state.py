@@ -104,18 +104,6 @@ def test_sana_wms_camera_projections_follow_a_write():
     assert torch.equal(weights[8:12], layers["v_proj_cam"].weight)
 
 
-def test_a_folded_convolution_of_the_qwen_image_vae_follows_a_write():
-    from sglang.multimodal_gen.runtime.models.vaes import qwen_image21_vae_cuda_opt as vae
-
-    upsample = vae.FusedUpsample2xConv(nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2, 2, 3, padding=1)), None)
-    conv = upsample[1].requires_grad_(False)
-    upsample._folded_weight(conv)
-    write(conv, 3.0)
-    stale = upsample._folded_weight(conv)
-    forget_derived(upsample)
-    assert not torch.equal(upsample._folded_weight(conv), stale)
-
-
 def test_minimax_h3_says_before_a_write_that_its_cache_cannot_follow():
     """validate_weight_update_source is asked in the plan: `EngineModule.objections`."""
     from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import MiniMaxH3DiTModel as Model

@@ -15,6 +15,9 @@ from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Span
 
 linear = pytest.importorskip("sglang.multimodal_gen.runtime.layers.linear")
+from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig  # noqa: E402
+from sglang.multimodal_gen.configs.models.dits.wanvideo import WanVideoArchConfig  # noqa: E402
+from sglang.multimodal_gen.configs.models.dits.zimage import ZImageArchConfig  # noqa: E402
 from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT  # noqa: E402
 
 from server_patches.layers import EngineModule  # noqa: E402
@@ -73,6 +76,53 @@ def model_of(layer, **attributes):
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def tree(config, **layers):
+    """Layers at dotted names (``__`` for the dot), with the tables of a real model."""
+    module = nn.Module()
+    for name, layer in layers.items():
+        *parents, last = name.split("__")
+        at = module
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        at.add_module(last, layer)
+    module.param_names_mapping = config.param_names_mapping
+    module.lora_param_names_mapping = config.lora_param_names_mapping
+    return module
+
+
+def zimage():
+    return tree(
+        ZImageArchConfig(),
+        layers__0__attention__to_qkv=linear.MergedReplicatedLinear(IN, [4, 4, 4], bias=False),
+        layers__0__attention__to_out__0=nn.Linear(IN, OUT),
+        layers__0__feed_forward__w13=linear.MergedReplicatedLinear(IN, [8, 16], bias=False),
+        layers__0__adaLN_modulation__0=nn.Linear(IN, OUT),
+        layers__0__attention_norm1=nn.LayerNorm(4),
+    )
+
+
+def wan():
+    names = ("to_q", "to_out", "attn2__to_q", "attn2__to_out", "ffn__fc_in", "ffn__fc_out")
+    layers = {f"blocks__{i}__{name}": nn.Linear(IN, OUT) for i in (0, 11) for name in names}
+    return tree(
+        WanVideoArchConfig(), condition_embedder__text_embedder__fc_in=nn.Linear(IN, OUT), proj_out=nn.Linear(IN, OUT),
+        **layers,
+    )  # fmt: skip
+
+
+def flux():
+    return tree(
+        FluxArchConfig(),
+        transformer_blocks__0__attn__to_qkv=linear.MergedReplicatedLinear(IN, [4, 4, 4], bias=False),
+        transformer_blocks__0__attn__to_out__0=nn.Linear(IN, OUT),
+        transformer_blocks__0__attn__to_add_out=nn.Linear(IN, OUT),
+        norm_out__linear=nn.Linear(IN, OUT),
+        proj_out=nn.Linear(IN, OUT),
+    )
 
 
 def numbered(rows, columns):
@@ -155,11 +205,40 @@ def test_a_plain_linear_is_a_target():
 
 @pytest.mark.parametrize(
     ("layer", "reason"),
-    [(nn.LayerNorm(4), "LayerNorm, not a linear layer"), (nn.Conv2d(1, 1, 1), "Conv2d, not a linear layer")],
+    [
+        (nn.LayerNorm(4), "LayerNorm, not a linear layer or a convolution"),
+        (nn.Embedding(4, 4), "Embedding, not a linear layer or a convolution"),
+        (nn.ConvTranspose2d(1, 1, 1), "ConvTranspose2d, not a linear layer or a convolution"),
+        (nn.Conv2d(4, 4, 1, groups=2), "Conv2d of 2 groups"),
+    ],
 )
 def test_a_layer_of_another_kind_is_refused_by_type(layer, reason):
     with pytest.raises(CannotLand, match=reason):
         EngineModule(model_of(layer), 1).land("layer")
+
+
+@pytest.mark.parametrize("name", ["patch_embedding", "patch_embedding.proj", "lora_unet_patch_embedding"])
+def test_a_patch_embedding_is_a_target_under_the_names_of_its_tables(name):
+    module = tree(WanVideoArchConfig(), patch_embedding__proj=nn.Conv3d(16, OUT, (1, 2, 2)))
+    view = EngineModule(module, 4)
+    landing = view.land(name)
+    (target,) = landing.targets
+    assert (target.weight, target.copies, landing.shape) == ("patch_embedding.proj.weight", 4, (OUT, 16, 1, 2, 2))
+    assert view.weight(target.weight).data_ptr() == module.patch_embedding.proj.weight.data_ptr()
+    assert view.weight(target.weight).shape == (OUT, 64)
+
+
+def test_a_convolution_gets_no_low_rank_branch():
+    with pytest.raises(CannotLand, match="Conv2d; a low-rank branch is not defined for it"):
+        EngineModule(model_of(nn.Conv2d(4, 4, 3)), 1, mode="dynamic").land("layer")
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3), nn.Linear(4, 4)])
+def test_layers_under_a_fast_path_that_keeps_copies_are_refused(layer):
+    module = model_of(nn.Sequential(nn.Sequential(layer)))
+    module.layer._sgl_gate = object()
+    with pytest.raises(CannotLand, match="a fast path of Sequential keeps copies"):
+        EngineModule(module, 1).land("layer.0.0")
 
 
 def test_m6_a_quantized_layer_is_refused_before_any_layer_changes():
@@ -211,6 +290,50 @@ def test_n3_renames_plain_fused_and_chained():
     assert view.land("blocks.0.attn2.norm_added_q") is None
 
 
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lora_transformer_"])
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (zimage, ["layers.0.attention.to_q", "layers.0.attention.to_v", "layers.0.attention.to_qkv",
+                  "layers.0.attention.to_out.0", "layers.0.feed_forward.w1", "layers.0.feed_forward.w3",
+                  "layers.0.adaLN_modulation.0"]),
+        (wan, ["blocks.0.attn1.to_q", "blocks.0.attn1.to_out.0", "blocks.11.attn2.to_out.0", "blocks.0.ffn.net.0.proj",
+               "blocks.0.to_q", "blocks.11.self_attn.q", "blocks.0.cross_attn.o", "blocks.11.ffn.0", "blocks.0.ffn.2",
+               "condition_embedder.text_embedder.linear_1", "proj_out"]),
+        (flux, ["double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj", "double_blocks.0.txt_attn.proj",
+                "transformer_blocks.0.attn.to_add_out", "final_layer.linear"]),
+    ],
+    ids=["Z-Image", "Wan", "FLUX"],
+)  # fmt: skip
+def test_n6_a_flattened_name_lands_where_the_tables_put_the_dotted_one(make, names, prefix):
+    view = EngineModule(make(), 1)
+    for name in names:
+        landing = view.land(name)
+        assert landing is not None, name
+        assert view.land(prefix + name.replace(".", "_")) == landing
+    assert view.land(f"{prefix}input_blocks_4_1_proj_in") is None
+
+
+def test_a_flattened_name_of_a_layer_of_another_kind_is_refused_by_type():
+    with pytest.raises(CannotLand, match="LayerNorm, not a linear layer"):
+        EngineModule(zimage(), 1).land("lora_unet_layers_0_attention_norm1")
+
+
+def test_a_flattened_name_that_stands_for_two_layers_is_refused_with_both():
+    module = tree(WanVideoArchConfig(), blocks__0__ffn__0=nn.Linear(IN, OUT), blocks__0__ffn_0=nn.Linear(IN, OUT))
+    view = EngineModule(module, 1)
+    with pytest.raises(CannotLand, match=r"'blocks.0.ffn.0' and for 'blocks.0.ffn_0'"):
+        view.land("lora_unet_blocks_0_ffn_0")
+
+
+@pytest.mark.parametrize("name", ["final_layer.adaLN_modulation.1", "lora_unet_final_layer_adaLN_modulation_1"])
+def test_the_modulation_whose_halves_stand_in_another_order_is_refused(name):
+    view = EngineModule(flux(), 1)
+    with pytest.raises(CannotLand, match=r"the other way round in 'norm_out.linear'"):
+        view.land(name)
+    assert view.land("norm_out.linear") is not None
+
+
 def test_a_table_for_weights_only_is_used_too():
     module = model_of(nn.Linear(IN, OUT), param_names_mapping={r"^old\.weight$": "layer.weight"})
     assert EngineModule(module, 1).land("old").targets[0].weight == "layer.weight"
@@ -260,6 +383,14 @@ PAIRS = [Pair("layer", torch.ones(1, IN), torch.ones(OUT, 1), 1.0)]
 def test_a_model_without_objections():
     assert EngineModule(Model(), 1).objections(PAIRS) == []
     assert EngineModule(model_of(nn.Linear(1, 1)), 1).objections(PAIRS) == []
+
+
+def test_a_model_is_asked_about_dotted_names():
+    asked = []
+    model = Model()
+    object.__setattr__(model, "validate_lora_layers", asked.extend)
+    EngineModule(model, 1).objections([Pair("lora_unet_layer", torch.ones(1, IN), torch.ones(OUT, 1), 1.0)])
+    assert asked == ["layer"]
 
 
 @pytest.mark.parametrize("method", ["validate_lora_layers", "validate_weight_update_source"])

@@ -62,7 +62,7 @@ CASES = {
     "A does not fit": (
         lambda a: {"update": {LAYER: (torch.ones(4, 63), a[LAYER][1])}}, 400, "63 columns, the layer takes 64"),
     "B does not fit": (lambda a: {"update": bad_b(a, torch.ones(65, 4))}, 400, "65 rows, the layer gives 64"),
-    "B has three dimensions": (lambda a: {"update": bad_b(a, torch.ones(1, 64, 4))}, 400, "two dimensions"),
+    "B has three dimensions": (lambda a: {"update": bad_b(a, torch.ones(1, 64, 4))}, 400, "does not fit lora_A"),
     "ranks of A and B differ": (lambda a: {"update": bad_b(a, torch.ones(64, 3))}, 400, "rank 4"),
     "wrong lora_rank": (lambda a: {"update": a, "lora_rank": 8}, 400, "the request says lora_rank 8"),
     "duplicate name": (lambda a: {"update": [*lora.named(a), *lora.named(one(a))]}, 400, "are the same lora_A"),
@@ -79,7 +79,7 @@ CASES = {
     ".diff": (lambda a: {"update": renamed(a, "diff")}, 400, "full difference"),
     "alpha of four numbers": (lambda a: {"update": renamed(a, "alpha")}, 400, "an alpha is one number"),
     "N6 kohya": (
-        lambda a: {"update": [("lora_unet_layers_0_attention_to_q.lora_down.weight", a[LAYER][0])]}, 400, "kohya"),
+        lambda a: {"update": {"lora_unet_joint_blocks_0_context_block_attn_proj": a[LAYER]}}, 400, "kohya"),
     "not a LoRA name": (lambda a: {"update": renamed(a, "weight")}, 400, "is not named"),
     "empty tensor": (lambda a: {"payload": bucket_with(a, shape=(0, 64), end_idx=0, numel=0)}, 400, "is empty"),
     "empty payload": (lambda a: {"payload": [encode({"transformer": []})], "load_format": None}, 400, "no lora_A"),

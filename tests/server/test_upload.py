@@ -83,6 +83,43 @@ def test_scales_may_come_with_the_file(zimage):
     zimage.holds(zimage.expect(adapter, dict.fromkeys(adapter, 0.75) | {LAYER: 4.0}))
 
 
+def test_n6_a_kohya_file_gives_the_bytes_of_the_dotted_one(zimage):
+    """Flattened names, lora_down and lora_up, an alpha for each layer; layer_scaling and verify by the same names."""
+    adapter = zimage.adapter()
+    assert upload(zimage, body(adapter), lora_alpha=6).status_code == 200
+    dotted = zimage.checksum()
+    zimage.reset()
+    flattened = {f"lora_unet_{layer.replace('.', '_')}": pair for layer, pair in adapter.items()}
+    kohya = {f"{layer}.{side}.weight": tensor for layer, pair in flattened.items()
+             for side, tensor in zip(("lora_down", "lora_up"), pair, strict=True)}  # fmt: skip
+    alphas = {f"{layer}.alpha": torch.tensor(6.0) for layer in flattened}
+
+    answer = upload(zimage, save(kohya | alphas))
+
+    assert (answer.status_code, answer.json()["layers"]) == (200, 14), answer.text
+    assert zimage.checksum() == dotted
+    zimage.holds(zimage.expect(adapter))
+    name = "lora_unet_layers_0_attention_to_q"
+    weight = lora.merged(zimage.targets, adapter, 1.5, zimage.merge)[LAYER]
+    expected = {"modules": {"transformer": {name: {"sha256": lora.sha256(weight)}}}}
+    assert zimage.server.post("/lora_merge/verify", expected).json()["success"] is True
+    answer = upload(zimage, save(kohya | alphas, {"layer_scaling": json.dumps({name: 4.0})}))
+    assert answer.status_code == 200, answer.text
+    zimage.holds(zimage.expect(adapter, dict.fromkeys(adapter, 1.5) | {LAYER: 4.0}))
+
+
+def test_n6_kohya_names_that_stand_for_nothing_here_are_refused_by_name(zimage):
+    checksum = zimage.checksum()
+    names = ("lora_unet_joint_blocks_0_context_block_attn_proj", "lora_te1_text_model_encoder_layers_0_mlp_fc1")
+    for name, told in zip(names, ("save_lora_adapter", "a text encoder in kohya format"), strict=True):
+        a, b = torch.ones(1, 64), torch.ones(64, 1)
+        answer = upload(zimage, save({f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}), lora_alpha=1)
+        assert answer.status_code == 400
+        assert name in answer.json()["message"]
+        assert told in answer.json()["message"]
+    assert zimage.checksum() == checksum
+
+
 def test_with_no_alpha_anywhere_it_is_refused_and_says_where_peft_keeps_it(zimage):
     checksum = zimage.checksum()
     answer = upload(zimage, body(zimage.adapter()))
@@ -100,7 +137,6 @@ def test_with_no_alpha_anywhere_it_is_refused_and_says_where_peft_keeps_it(zimag
         (None, {"lora_alpha": "six"}, 422, "lora_alpha"),
         (None, {"lora_alpha": 6, "lora_rank": 8}, 400, "lora_rank 8"),
         (None, {"lora_alpha": 6, "target_module": "transformer_2"}, 400, "transformer_2"),
-        (None, {"lora_alpha": 6, "adapter": "style"}, 400, "'style'"),
     ],
 )
 def test_bad_uploads_are_refused_by_name(zimage, content, query, status, named):

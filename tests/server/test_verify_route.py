@@ -53,6 +53,20 @@ def test_samples_within_their_ulps(engine):
     assert verify(engine, layers).json()["mismatched"] == ["transformer.layers.1.feed_forward.w2"]
 
 
+def test_a_convolution_by_its_checksum_in_the_shape_of_its_checkpoint(sd3):
+    """The patch embedding, [64, 16, 2, 2]; sample columns are those of the weight flattened to two dimensions."""
+    weight = lora.base_weights(sd3.checkpoint)["pos_embed.proj.weight"]
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((4, 16, 2, 2), (64, 4, 1, 1)))
+    answer = sd3.update([("pos_embed.proj.lora_A", a), ("pos_embed.proj.lora_B", b)])
+    assert answer.status_code == 200, answer.text
+    merged = lora.merge_fp16(weight.flatten(1), a.flatten(1), b.flatten(1), 1.5)
+    sd3.holds({"pos_embed.proj.weight": lora.sha256(merged.view_as(weight))})
+    for what in ({"sha256": lora.sha256(merged.view_as(weight))}, {"samples": [[63, 37, float(merged[63, 37]), 0]]}):
+        assert verify(sd3, {"pos_embed.proj": what}).json()["success"] is True
+    assert verify(sd3, {"pos_embed.proj": {"sha256": lora.sha256(merged)}}).json()["success"] is False
+
+
 def test_samples_outside_a_layer_are_wrong(zimage):
     answer = verify(zimage, {"layers.0.attention.to_q": {"samples": [[64, 0, 0.0, 1e9]]}})
     assert answer.json()["mismatched"] == ["transformer.layers.0.attention.to_q"]
