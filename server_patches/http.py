@@ -16,9 +16,11 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 from server_patches import metrics
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
 from server_patches.record import Record, digest
+from server_patches.replicas import NoAnswer, Replicas
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
+from server_patches.verdicts import NotTogether
 from server_patches.versions import VersionHeader, header_value
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
@@ -47,27 +49,17 @@ STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
 
 
-class NoAnswer(LoraMergeError):
-    """The workers were asked and did not answer; what they did is not known."""
-
-    reason = "no_answer"
-
-
 class MergeRoutes:
     """All routes of one server process.
 
     Args:
-        ask: sends a request to the workers and returns rank 0's output.
-        dp_size: replicas of the engine.
+        replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
     """
 
-    def __init__(
-        self, ask: Callable[[MergeReq], Awaitable[dict[str, Any]]], dp_size: int, staging_timeout_s: float
-    ) -> None:
+    def __init__(self, replicas: Replicas, staging_timeout_s: float) -> None:
         self.record = Record()
-        self._ask_workers = ask
-        self._dp_size = dp_size
+        self._replicas = replicas
         self._staging_timeout_s = staging_timeout_s
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -97,7 +89,7 @@ class MergeRoutes:
 
     async def status(self) -> JSONResponse:
         """What is live in every module, from this process's record; it answers during a generation too."""
-        return JSONResponse(self.record.status(), status_code=200 if self.record.failed is None else 503)
+        return JSONResponse(self.record.status(), status_code=200 if self.record.problem is None else 503)
 
     async def reset(self, request: Request) -> JSONResponse:
         """Bring the base weights back, bit for bit."""
@@ -136,10 +128,11 @@ class MergeRoutes:
 
     async def refresh(self) -> None:
         """Ask the workers for their state; it waits behind a running generation."""
-        try:
-            self.record.heard(await self._ask_workers(MergeReq([], operation="status")))
-        except Exception as error:
-            logger.warning("the workers' LoRA merge state is not known: %s", error)
+        async with self._one_at_a_time:  # between the replicas' steps of an update they differ, rightly
+            try:
+                self.record.heard(await self._replicas.ask(MergeReq([], operation="status")))
+            except Exception as error:
+                logger.warning("the workers' LoRA merge state is not known: %s", error)
 
     async def _update(self, request: Request) -> JSONResponse:
         payloads = 0
@@ -148,7 +141,6 @@ class MergeRoutes:
             update, ignored = parse_fields(UpdateRequest, parse_json(body))
             payloads = len(update.serialized_named_tensors)
             check_update(update)
-            self._refuse_replicas()
             return await self._apply(_to_workers(update), _bucket_of(update, body), len(body), ignored)
         except LoraMergeError as error:
             return self._refused(error, payloads)
@@ -157,7 +149,6 @@ class MergeRoutes:
         try:
             query, ignored = parse_fields(UploadQuery, dict(request.query_params))
             check_upload(query)
-            self._refuse_replicas()
             async with received(request.stream()) as upload:
                 req = MergeReq(
                     serialized_named_tensors=[],
@@ -179,7 +170,7 @@ class MergeRoutes:
     def _refused(self, error: LoraMergeError, payloads: int) -> JSONResponse:
         """The answer to an update that did not reach the workers, or that they did not answer."""
         self.record.failure(error.reason)
-        if isinstance(error, NoAnswer):
+        if isinstance(error, (NoAnswer, NotTogether)):
             return _error(error.status, str(error))
         return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
@@ -230,7 +221,6 @@ class MergeRoutes:
         """A route without a payload: parse, act, answer."""
         try:
             fields, ignored = parse_fields(model, parse_json(await request.body() or b"{}"))
-            self._refuse_replicas()
             async with self._one_at_a_time:
                 return JSONResponse({**await act(fields), "ignored_fields": ignored})
         except LoraMergeError as error:
@@ -289,22 +279,26 @@ class MergeRoutes:
         return output
 
     async def _ask(self, req: MergeReq) -> dict[str, Any]:
-        output = await self._ask_workers(req)
+        try:
+            output = await self._replicas.ask(req)
+        except NotTogether as error:
+            self._fail(str(error))
+            raise
         self.record.heard(output)
         if output["failed"] is not None:
-            # sglang's own way of saying so: /health and every POST answer 503 from now on
-            async_scheduler_client.mark_failed(output["failed"])
+            self._fail(output["failed"])
         return output
 
-    def _refuse_replicas(self) -> None:
-        if self._dp_size > 1:
-            raise RequestError(f"--dp-size {self._dp_size}: updates of several replicas are not built yet")
+    def _fail(self, sentence: str) -> None:
+        self.record.failed = sentence
+        # sglang's own way of saying so: /health and every POST answer 503 from now on
+        async_scheduler_client.mark_failed(sentence)
 
 
 def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
     timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
-    routes = MergeRoutes(_ask_scheduler, server_args.dp_size, timeout_s)
+    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s)
     app.state.sgld_lora_merge = routes
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
@@ -325,9 +319,15 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-async def _ask_scheduler(req: MergeReq) -> dict[str, Any]:
+async def _ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
+    """Ask one replica; sglang's own fan-out tells only one replica's answer.
+
+    Raises:
+        NoAnswer: it did not answer.
+    """
+    client = async_scheduler_client
     try:
-        response = await async_scheduler_client.forward(req)
+        response = await client._forward_one(client.server_args.scheduler_endpoint_for(replica), req, None)
     except Exception as error:
         raise NoAnswer(
             f"the workers did not answer: {error}. What became of the request is not known: see {STATUS_ROUTE}, and "
