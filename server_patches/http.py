@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,6 +16,7 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 
 from server_patches import metrics
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
+from server_patches.journal import Entry, line
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas
 from server_patches.requests import MergeReq
@@ -42,6 +44,8 @@ from sgld_lora_merge.protocol import (
 from sgld_lora_merge.staging import Bucket
 
 logger = logging.getLogger(__name__)
+
+Answer = tuple[int, dict[str, Any]]  # HTTP status and JSON body
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
@@ -85,7 +89,7 @@ class MergeRoutes:
 
     async def update(self, request: Request) -> JSONResponse:
         """Update weights: LoRA pairs to merge, or full weights."""
-        return await _whole(self._update(request))
+        return await self._whole("update", partial(self._update, request))
 
     async def status(self) -> JSONResponse:
         """What is live in every module, from this process's record; it answers during a generation too."""
@@ -93,23 +97,23 @@ class MergeRoutes:
 
     async def reset(self, request: Request) -> JSONResponse:
         """Bring the base weights back, bit for bit."""
-        return await _whole(self._asked(request, ResetRequest, self._reset))
+        return await self._whole("reset", partial(self._asked, request, ResetRequest, self._reset))
 
     async def rollback(self, request: Request) -> JSONResponse:
         """Bring back what was live before the last update or reset, scales included; one step is kept."""
-        return await _whole(self._asked(request, RollbackRequest, self._rollback))
+        return await self._whole("rollback", partial(self._asked, request, RollbackRequest, self._rollback))
 
     async def commit(self, request: Request) -> JSONResponse:
         """Let a complete update go live that was sent with ``commit: false``."""
-        return await _whole(self._asked(request, TransactionRequest, self._commit))
+        return await self._whole("commit", partial(self._asked, request, TransactionRequest, self._commit))
 
     async def abort(self, request: Request) -> JSONResponse:
         """Drop an update that is not live yet."""
-        return await _whole(self._asked(request, TransactionRequest, self._abort))
+        return await self._whole("abort", partial(self._asked, request, TransactionRequest, self._abort))
 
     async def verify(self, request: Request) -> JSONResponse:
         """Compare what is live with what it should be, whole layers by checksum or single elements."""
-        return await _whole(self._asked(request, VerifyRequest, self._verify))
+        return await self._whole("verify", partial(self._asked, request, VerifyRequest, self._verify))
 
     async def metrics(self) -> Response:
         """Prometheus text, from this process's record."""
@@ -124,7 +128,7 @@ class MergeRoutes:
 
     async def upload(self, request: Request) -> JSONResponse:
         """Update weights from a safetensors file in the body: a trainer on another machine, or curl."""
-        return await _whole(self._upload(request))
+        return await self._whole("upload", partial(self._upload, request))
 
     async def refresh(self) -> None:
         """Ask the workers for their state; it waits behind a running generation."""
@@ -134,22 +138,37 @@ class MergeRoutes:
             except Exception as error:
                 logger.warning("the workers' LoRA merge state is not known: %s", error)
 
-    async def _update(self, request: Request) -> JSONResponse:
+    async def _whole(self, event: str, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
+        """Run to the end even if the client goes away: the record must know what became of an update."""
+        return await asyncio.shield(asyncio.ensure_future(self._written_down(Entry(event), work)))
+
+    async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
+        status, answer = await work(entry)
+        if entry.reason is not None:
+            self.record.failure(entry.reason)
+        logger.info("%s", line(entry, status, answer))
+        return JSONResponse(answer, status_code=status)
+
+    async def _update(self, request: Request, entry: Entry) -> Answer:
         payloads = 0
         try:
             body = await request.body()
+            entry.nbytes = len(body)
             update, ignored = parse_fields(UpdateRequest, parse_json(body))
+            entry.update_id, entry.weight_version = update.update_id, update.weight_version
             payloads = len(update.serialized_named_tensors)
             check_update(update)
-            return await self._apply(_to_workers(update), _bucket_of(update, body), len(body), ignored)
+            return await self._apply(_to_workers(update), _bucket_of(update, body), entry, ignored)
         except LoraMergeError as error:
-            return self._refused(error, payloads)
+            return _refused(error, entry, payloads)
 
-    async def _upload(self, request: Request) -> JSONResponse:
+    async def _upload(self, request: Request, entry: Entry) -> Answer:
         try:
             query, ignored = parse_fields(UploadQuery, dict(request.query_params))
+            entry.update_id, entry.weight_version = query.update_id, query.weight_version
             check_upload(query)
             async with received(request.stream()) as upload:
+                entry.nbytes = upload.nbytes
                 req = MergeReq(
                     serialized_named_tensors=[],
                     target_modules=[query.target_module],
@@ -163,33 +182,27 @@ class MergeRoutes:
                 terms = query.model_dump()
                 name = query.update_id
                 bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms) if name is not None else None
-                return await self._apply(req, bucket, upload.nbytes, ignored)
+                return await self._apply(req, bucket, entry, ignored)
         except LoraMergeError as error:
-            return self._refused(error, payloads=0)
+            return _refused(error, entry, payloads=0)
 
-    def _refused(self, error: LoraMergeError, payloads: int) -> JSONResponse:
-        """The answer to an update that did not reach the workers, or that they did not answer."""
-        self.record.failure(error.reason)
-        if isinstance(error, (NoAnswer, NotTogether)):
-            return _error(error.status, str(error))
-        return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
-
-    async def _apply(self, req: MergeReq, bucket: Bucket | None, nbytes: int, ignored: list[str]) -> JSONResponse:
+    async def _apply(self, req: MergeReq, bucket: Bucket | None, entry: Entry, ignored: list[str]) -> Answer:
         """Send an update, or a bucket of one, to the workers, and keep the books."""
         async with self._one_at_a_time:
             if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
-                return JSONResponse(answered)
+                entry.repeated = True
+                return 200, answered
             state = "live" if bucket is None else self.record.ledger.next_state(bucket)
             req.goes_live = state == "live"
             output = await self._ask(req)
             if output["status"] != 200:
-                self.record.failure(output["reason"])
+                entry.reason = output["reason"]
                 return _error(output["status"], output["message"], output["payload_opened"])
             answer = _update_answer(req, output, ignored)
             if bucket is not None:
                 self._accept(bucket, answer)
-            self.record.received(nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
-            return JSONResponse(answer)
+            self.record.received(entry.nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
+            return 200, answer
 
     def _accept(self, bucket: Bucket, answer: dict[str, Any]) -> None:
         """Record an accepted bucket, say which update it put an end to, and give the next one its time."""
@@ -216,43 +229,50 @@ class MergeRoutes:
                 self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")
 
     async def _asked(
-        self, request: Request, model: type[Model], act: Callable[[Model], Awaitable[dict[str, Any]]]
-    ) -> JSONResponse:
+        self,
+        request: Request,
+        model: type[Model],
+        act: Callable[[Model, Entry], Awaitable[dict[str, Any]]],
+        entry: Entry,
+    ) -> Answer:
         """A route without a payload: parse, act, answer."""
         try:
             fields, ignored = parse_fields(model, parse_json(await request.body() or b"{}"))
             async with self._one_at_a_time:
-                return JSONResponse({**await act(fields), "ignored_fields": ignored})
+                return 200, {**await act(fields, entry), "ignored_fields": ignored}
         except LoraMergeError as error:
-            self.record.failure(error.reason)
+            entry.reason = error.reason
             return _error(error.status, str(error))
 
-    async def _reset(self, fields: ResetRequest) -> dict[str, Any]:
+    async def _reset(self, fields: ResetRequest, _: Entry) -> dict[str, Any]:
         return _merge_answer(await self._good(MergeReq([], operation="reset", target_modules=fields.target_modules)))
 
-    async def _rollback(self, _: RollbackRequest) -> dict[str, Any]:
+    async def _rollback(self, _: RollbackRequest, __: Entry) -> dict[str, Any]:
         return _merge_answer(await self._good(MergeReq([], operation="rollback")))
 
-    async def _commit(self, fields: TransactionRequest) -> dict[str, Any]:
+    async def _commit(self, fields: TransactionRequest, entry: Entry) -> dict[str, Any]:
         ledger = self.record.ledger
+        entry.update_id = fields.update_id
         if (answered := ledger.to_commit(fields.update_id)) is not None:
+            entry.repeated = True
             return answered
-        version = ledger.updates[fields.update_id].terms["weight_version"]
-        req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=version)
+        entry.weight_version = ledger.updates[fields.update_id].terms["weight_version"]
+        req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=entry.weight_version)
         answer = _merge_answer(await self._good(req))
         ledger.committed(fields.update_id, answer)
         self.record.received(0, live=True, timings_ms=answer["timings_ms"])
         self._start_timer()
         return answer
 
-    async def _abort(self, fields: TransactionRequest) -> dict[str, Any]:
+    async def _abort(self, fields: TransactionRequest, entry: Entry) -> dict[str, Any]:
+        entry.update_id = fields.update_id
         self.record.ledger.check_abort(fields.update_id)
         output = await self._good(MergeReq([], operation="abort", update_id=fields.update_id))
         self.record.ledger.abandon(fields.update_id, "its sender aborted it")
         self._start_timer()
         return {"success": True, "message": output["message"]}
 
-    async def _verify(self, fields: VerifyRequest) -> dict[str, Any]:
+    async def _verify(self, fields: VerifyRequest, _: Entry) -> dict[str, Any]:
         expected = {
             m: {layer: each.model_dump() for layer, each in layers.items()} for m, layers in fields.modules.items()
         }
@@ -386,12 +406,13 @@ def _as_error(output: dict[str, Any]) -> LoraMergeError:
     return error
 
 
-def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> JSONResponse:
-    return JSONResponse(
-        ErrorAnswer(message=message, payload_opened=payload_opened or []).model_dump(), status_code=status
-    )
+def _refused(error: LoraMergeError, entry: Entry, payloads: int) -> Answer:
+    """The answer to an update that did not reach the workers, or that they did not answer."""
+    entry.reason = error.reason
+    if isinstance(error, (NoAnswer, NotTogether)):
+        return _error(error.status, str(error))
+    return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
 
-async def _whole(work: Any) -> JSONResponse:
-    """Run to the end even if the client goes away: the record must know what became of an update."""
-    return await asyncio.shield(asyncio.ensure_future(work))
+def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> Answer:
+    return status, ErrorAnswer(message=message, payload_opened=payload_opened or []).model_dump()
