@@ -201,6 +201,9 @@ class MergeRoutes:
             answer = _update_answer(req, output, ignored)
             if bucket is not None:
                 self._accept(bucket, answer)
+            if state == "live":
+                ended = "replaced" if req.is_whole_adapter or req.is_full_update else None
+                self.record.ledger.step(answer.get("modules") or req.target_modules, ended, req.update_id)
             self.record.received(entry.nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
             return 200, answer
 
@@ -245,10 +248,16 @@ class MergeRoutes:
             return _error(error.status, str(error))
 
     async def _reset(self, fields: ResetRequest, _: Entry) -> dict[str, Any]:
-        return _merge_answer(await self._good(MergeReq([], operation="reset", target_modules=fields.target_modules)))
+        req = MergeReq([], operation="reset", target_modules=fields.target_modules)
+        answer = _merge_answer(await self._good(req))
+        if answer["modules"]:
+            self.record.ledger.step(answer["modules"], "reset")
+        return answer
 
     async def _rollback(self, _: RollbackRequest, __: Entry) -> dict[str, Any]:
-        return _merge_answer(await self._good(MergeReq([], operation="rollback")))
+        answer = _merge_answer(await self._good(MergeReq([], operation="rollback")))
+        self.record.ledger.rolled_back()
+        return answer
 
     async def _commit(self, fields: TransactionRequest, entry: Entry) -> dict[str, Any]:
         ledger = self.record.ledger
@@ -260,6 +269,7 @@ class MergeRoutes:
         req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=entry.weight_version)
         answer = _merge_answer(await self._good(req))
         ledger.committed(fields.update_id, answer)
+        ledger.step(answer["modules"], "replaced", fields.update_id)
         self.record.received(0, live=True, timings_ms=answer["timings_ms"])
         self._start_timer()
         return answer

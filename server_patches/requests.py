@@ -33,6 +33,11 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
         """Whether it is sglang's own update, of whole weights."""
         return self.operation == "update" and self.weight_update_mode != LORA_MERGE
 
+    @property
+    def is_whole_adapter(self) -> bool:
+        """Whether layers that it does not name go back to their base weights."""
+        return self.update_id is not None or self.upload_path is not None
+
     def finish(self) -> MergeReq:
         """The second step of this request, for workers that have its payload already."""
         return replace(self, step="finish", serialized_named_tensors=[], payload_gpu_uuids=None)  # type: ignore[call-arg]

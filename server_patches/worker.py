@@ -319,8 +319,7 @@ class MergeWorker:
                 faults = list(pairing.faults)
                 if name in views and not faults:
                     faults += views[name].objections(pairing.pairs)
-                whole = req.update_id is not None or req.upload_path is not None
-                updates.append(ModuleUpdate(name, pairing.pairs, whole, req.allow_partial, faults))
+                updates.append(ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults))
             return updates
 
     def _open(
