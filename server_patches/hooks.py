@@ -79,6 +79,23 @@ def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
     stamp_output(output)
 
 
+async def keep_stamp(
+    original: Callable[..., Awaitable[Any]], store: Any, key: str, fields: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    from server_patches.versions import keep
+
+    keep(fields)
+    return await original(store, key, fields, *args, **kwargs)
+
+
+async def note_stamp(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    from server_patches.versions import note_kept
+
+    item = await original(*args, **kwargs)
+    note_kept(item)
+    return item
+
+
 async def notice_answer(
     original: Callable[..., Awaitable[Any]], client: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:

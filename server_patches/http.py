@@ -23,7 +23,7 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
 from server_patches.verdicts import NotTogether
-from server_patches.versions import VersionHeader, header_value
+from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -124,7 +124,7 @@ class MergeRoutes:
         info = await http_server.model_info_endpoint(request)
         versions = {name: module["weight_version"] for name, module in self.record.modules.items()}
         live = {name: version for name, version in versions.items() if version is not None}
-        return JSONResponse({**info, "weight_version": header_value(live) if live else None, "weight_versions": live})
+        return JSONResponse({**info, "weight_version": version_text(live) if live else None, "weight_versions": live})
 
     async def upload(self, request: Request) -> JSONResponse:
         """Update weights from a safetensors file in the body: a trainer on another machine, or curl."""
@@ -333,7 +333,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())
-    app.add_middleware(VersionHeader)
+    app.add_middleware(VersionTeller)
     app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     remove_leftovers()
