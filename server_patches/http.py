@@ -22,7 +22,6 @@ from server_patches.replicas import NoAnswer, Replicas
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
-from server_patches.verdicts import NotTogether
 from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
@@ -309,20 +308,12 @@ class MergeRoutes:
         return output
 
     async def _ask(self, req: MergeReq) -> dict[str, Any]:
-        try:
-            output = await self._replicas.ask(req)
-        except NotTogether as error:
-            self._fail(str(error))
-            raise
+        output = await self._replicas.ask(req)
         self.record.heard(output)
         if output["failed"] is not None:
-            self._fail(output["failed"])
+            # sglang's own way of saying so: /health and every POST answer 503 from now on
+            async_scheduler_client.mark_failed(output["failed"])
         return output
-
-    def _fail(self, sentence: str) -> None:
-        self.record.failed = sentence
-        # sglang's own way of saying so: /health and every POST answer 503 from now on
-        async_scheduler_client.mark_failed(sentence)
 
 
 def install(app: FastAPI, server_args: Any) -> None:
@@ -419,7 +410,7 @@ def _as_error(output: dict[str, Any]) -> LoraMergeError:
 def _refused(error: LoraMergeError, entry: Entry, payloads: int) -> Answer:
     """The answer to an update that did not reach the workers, or that they did not answer."""
     entry.reason = error.reason
-    if isinstance(error, (NoAnswer, NotTogether)):
+    if isinstance(error, NoAnswer):
         return _error(error.status, str(error))
     return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 

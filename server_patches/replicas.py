@@ -20,7 +20,7 @@ from sgld_lora_merge.errors import LoraMergeError
 
 Output = dict[str, Any]
 
-_READS = ("status", "verify")
+_ONE_STEP = ("status", "verify", "abort")  # they write nothing, and cannot fail by what the others make of them
 _COMPARED = ("state", "weight_version", "layers", "rank", "scale", "merge_precision")
 
 
@@ -45,11 +45,12 @@ class Replicas:
     async def ask(self, req: MergeReq) -> Output:
         """One output for all replicas: a success is one everywhere, and anything else has changed none.
 
+        ``failed`` in it says that a replica could not take back what another one refused.
+
         Raises:
-            NoAnswer: from one of them; the others have changed nothing.
-            NotTogether: a replica could not take back what another one refused.
+            NoAnswer: from one of them; nothing has changed.
         """
-        if self._count == 1 or req.operation in _READS or req.operation == "abort":
+        if self._count == 1 or req.operation in _ONE_STEP:
             return joined(await self._all(req))
         prepared = await self._all(replace(req, step="prepare"))
         if not _good(prepared):
@@ -57,13 +58,15 @@ class Replicas:
         try:
             finished = await self._all(req.finish())
         except NoAnswer as error:
-            await self._undo(str(error))
-            raise
-        if _good(finished):
-            return joined(finished)
-        if req.is_full_update:  # sglang's own, which cannot be taken back
-            return joined(finished) | {"message": f"{_told(finished)}; the other replicas hold the new weights"}
-        return joined(finished) | _state_of(await self._undo(_told(finished)))
+            failure = joined(prepared) | {"status": error.status, "reason": error.reason, "message": str(error)}
+        else:
+            if _good(finished):
+                return joined(finished)
+            failure = joined(finished)
+            if req.is_full_update:  # sglang's own, which cannot be taken back
+                written = [number for number, output in enumerate(finished) if output["status"] == 200]
+                return failure | {"message": f"{failure['message']}; the new weights are on the replicas {written}"}
+        return failure | await self._undone(failure["message"])
 
     async def _all(self, req: MergeReq) -> list[Output]:
         """Every replica is heard, also where another one does not answer."""
@@ -73,20 +76,19 @@ class Replicas:
                 raise output
         return [output for output in outputs if not isinstance(output, BaseException)]
 
-    async def _undo(self, why: str) -> list[Output]:
-        """Take back what any replica has written.
-
-        Raises:
-            NotTogether: one could not, or does not say so.
-        """
+    async def _undone(self, why: str) -> Output:
+        """Take back what any replica has written: what the answer says of it then."""
+        state: Output = {}
         try:
             undone = await self._all(MergeReq([], operation="undo"))
-            problem = "" if _good(undone) else _told(undone)
+            state = _state_of(undone)
+            if _good(undone):
+                return state
+            problem = _told(undone)
         except NoAnswer as error:
             problem = str(error)
-        if problem:
-            raise NotTogether(f"{why}; then a replica could not go back: {problem}. Restart the engine")
-        return undone
+        failed = f"{why}; then a replica could not go back: {problem}. Restart the engine"
+        return state | {"status": NotTogether.status, "reason": NotTogether.reason, "message": failed, "failed": failed}
 
 
 def joined(outputs: Sequence[Output]) -> Output:
