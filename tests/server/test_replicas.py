@@ -235,6 +235,18 @@ def test_verify_compares_every_replica(dp2):
     assert "replica 1: 1 of 14 layers" in answer["message"]
 
 
+def test_the_status_says_that_replicas_differ_until_a_reset(dp2):
+    few = {layer: dp2.adapter(rank=2)[layer] for layer in ("layers.0.attention.to_q",)}
+    payload, _buffers = pack({"transformer": lora.named(few)})
+    body = with_second_payload(dp2, {layer: dp2.adapter()[layer] for layer in few}, payload)
+    dp2.send({name: value for name, value in body.items() if name not in ("lora_rank", "lora_alpha")})
+    status = dp2.server.client.get("/lora_merge/status")
+    assert status.status_code == 503
+    assert "transformer on replica 1 has rank 2 instead of 4" in status.json()["message"]
+    dp2.reset()
+    assert dp2.status()["success"] is True
+
+
 def test_an_upload_reaches_both_replicas(dp2):
     from safetensors.torch import save
 
