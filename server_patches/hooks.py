@@ -101,12 +101,11 @@ async def notice_answer(
 ) -> Any:
     from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
 
-    from server_patches.requests import MergeReq
     from server_patches.versions import note
 
     result = await original(client, batch, *args, **kwargs)
     if not isinstance(batch, _CONTROL_REQ_TYPES):
         note(result)
-    elif _routes is not None and not isinstance(batch, MergeReq):
+    elif _routes is not None:
         await _routes.refresh()
     return result
