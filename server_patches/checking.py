@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.pairs import layer_name
-from sgld_lora_merge.targets import CannotLand, Landing, ModuleView
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
 from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
 
 Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -19,23 +22,29 @@ class _Layer:
     """One layer of the request, with its place on this rank."""
 
     name: str
-    view: ModuleView
     landing: Landing
+    rows: Callable[[Target], torch.Tensor]
+    dtype: torch.dtype
     checksum: str | None
     samples: list[tuple[int, int, float, float]]
 
     def pieces(self) -> list[Piece]:
-        targets = self.landing.targets
-        return [Piece(t, self.view.weight(t.weight)[t.rows.start : t.rows.stop].cpu()) for t in targets]
+        return [Piece(target, self.rows(target).cpu()) for target in self.landing.targets]
 
 
 def verify(
-    expected: Expectations, views: Mapping[str, ModuleView], hear: Callable[[Any], list[Any]], *, first: bool
+    expected: Expectations,
+    views: Mapping[str, ModuleView],
+    rows: Callable[[str, Target], torch.Tensor],
+    hear: Callable[[Any], list[Any]],
+    *,
+    first: bool,
 ) -> dict[str, Any]:
     """Compare; the answer is complete on the first rank.
 
     Args:
         expected: module -> layer prefix -> ``sha256`` or ``samples``.
+        rows: what a module has at a target, ``[rows, columns]``.
         hear: a collective that gives every rank what every rank has; entered once for each layer with a checksum, which
             bounds the memory to one layer, and once more for all samples.
         first: this is the rank that compares.
@@ -43,7 +52,7 @@ def verify(
     Raises:
         RequestError: modules and layers that are not there; on every rank alike, before anything is heard.
     """
-    layers = _resolve(expected, views)
+    layers = _resolve(expected, views, rows)
     mismatched = []
     for layer in layers:
         if layer.checksum is not None:
@@ -52,9 +61,8 @@ def verify(
                 mismatched.append(layer.name)
     by_rank = hear([sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers])
     for position, layer in enumerate(layers):
-        dtype = layer.view.weight(layer.landing.targets[0].weight).dtype
         values = {index: value for rank in by_rank for index, value in rank[position].items()}
-        if not all(i in values and within(values[i], s[2], s[3], dtype) for i, s in enumerate(layer.samples)):
+        if not all(i in values and within(values[i], s[2], s[3], layer.dtype) for i, s in enumerate(layer.samples)):
             mismatched.append(layer.name)
     told = f"{len(mismatched)} of {len(layers)} layers are not what they should be: {name_some(mismatched)}"
     return {
@@ -65,7 +73,9 @@ def verify(
     }
 
 
-def _resolve(expected: Expectations, views: Mapping[str, ModuleView]) -> list[_Layer]:
+def _resolve(
+    expected: Expectations, views: Mapping[str, ModuleView], rows: Callable[[str, Target], torch.Tensor]
+) -> list[_Layer]:
     layers, faults = [], []
     for module, by_layer in expected.items():
         view = views.get(module)
@@ -81,7 +91,9 @@ def _resolve(expected: Expectations, views: Mapping[str, ModuleView]) -> list[_L
             if landing is None:
                 faults.append(f"{module}: unknown layer {layer!r}")
             else:
-                layers.append(_Layer(f"{module}.{layer}", view, landing, each["sha256"], each["samples"] or []))
+                dtype = view.weight(landing.targets[0].weight).dtype
+                own = partial(rows, module)
+                layers.append(_Layer(f"{module}.{layer}", landing, own, dtype, each["sha256"], each["samples"] or []))
     if faults:
         raise RequestError(*faults)
     return layers

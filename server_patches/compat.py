@@ -58,17 +58,53 @@ def patches() -> tuple[Patch, ...]:
             "a full load (tensor, disk, rollback) changes the base that merges start from",
             "sglang announces weight loads to plugins",
         ),
+        *(
+            Patch(
+                f"{_ROOT}pipelines_core.lora.pipeline.LoRAPipeline.{method}",
+                "AROUND",
+                hooks.own_adapters_change,
+                "it takes the live weights for the base, and would keep merged ones as such",
+                "sglang announces weight loads to plugins",
+            )
+            for method in ("convert_to_lora_layers", "set_lora", "merge_lora_weights")
+        ),
+        *(
+            Patch(
+                f"{_ROOT}pipelines_core.lora.pipeline.LoRAPipeline.{method}",
+                "BEFORE",
+                hooks.take_out,
+                "it says success, and leaves an adapter of ours live",
+                "sglang lets plugins take part in its LoRA routes",
+            )
+            for method in ("unmerge_lora_weights", "deactivate_lora_weights")
+        ),
         Patch(
-            _ROOT + "pipelines_core.lora.pipeline.LoRAPipeline.convert_to_lora_layers",
-            "BEFORE",
-            hooks.give_base_back,
-            "it takes the live weights for the base, and would keep a merged one as such",
-            "sglang announces weight loads to plugins",
+            _ROOT + "pipelines_core.lora.pipeline.LoRAPipeline.get_lora_status",
+            "AFTER",
+            hooks.tell_adapters,
+            "/v1/list_loras does not know adapters of ours",
+            "sglang lets plugins take part in its LoRA routes",
+        ),
+        Patch(
+            _ROOT + "managers.memory_managers.memory_occupation_controller.MemoryOccupationController"
+            ".release_memory_occupation",
+            "AROUND",
+            hooks.sleep,
+            "it parks the merged weights, beside a base store that keeps its device memory",
+            "sglang announces sleep and wake to plugins",
+        ),
+        Patch(
+            _ROOT + "managers.memory_managers.memory_occupation_controller.MemoryOccupationController"
+            ".resume_memory_occupation",
+            "AROUND",
+            hooks.wake,
+            "it brings back the weights that were parked, which are the base's",
+            "sglang announces sleep and wake to plugins",
         ),
         Patch(
             _ROOT + "managers.gpu_worker.GPUWorker.execute_forward",
             "AFTER",
-            hooks.stamp_output,
+            hooks.notice_generation,
             "an output does not say which weights it was made with",
             "sglang reports a weight_version",
         ),

@@ -61,9 +61,33 @@ def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, *
         return original(module, *args, **kwargs)
 
 
-def give_base_back(pipeline: Any, *_: Any, **__: Any) -> None:
-    if _worker is not None and not pipeline.lora_initialized:
-        _worker.give_base_back()
+def own_adapters_change(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:  # --lora-path: the pipeline is being made
+        return original(*args, **kwargs)
+    with _worker.states.own_adapters_change():
+        return original(*args, **kwargs)
+
+
+def take_out(*_: Any, **__: Any) -> None:
+    if _worker is not None:
+        _worker.states.take_out()
+
+
+def tell_adapters(status: dict[str, Any], *_: Any, **__: Any) -> None:
+    if _worker is not None:
+        _worker.tell_adapters(status)
+
+
+def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:
+        return original(*args, **kwargs)
+    return _worker.sleep(lambda: original(*args, **kwargs))
+
+
+def wake(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _worker is None:
+        return original(*args, **kwargs)
+    return _worker.states.resume(lambda: original(*args, **kwargs))
 
 
 def stamp_output(output: Any, *_: Any, **__: Any) -> None:
@@ -73,6 +97,12 @@ def stamp_output(output: Any, *_: Any, **__: Any) -> None:
 
     if _worker is not None and isinstance(output, OutputBatch):
         stamp(output, _worker.versions())
+
+
+def notice_generation(output: Any, *args: Any, **kwargs: Any) -> None:
+    stamp_output(output, *args, **kwargs)
+    if _worker is not None:
+        _worker.generated()
 
 
 def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:

@@ -23,6 +23,7 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
+from sgld_lora_merge.engine import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -133,7 +134,10 @@ class MergeRoutes:
         """Ask the workers for their state; it waits behind a running generation."""
         async with self._one_at_a_time:  # between the replicas' steps of an update they differ, rightly
             try:
-                self.record.heard(await self._replicas.ask(MergeReq([], operation="status")))
+                output = await self._ask(MergeReq([], operation="status"))
+                open_id = self.record.ledger.open_id
+                if open_id is not None and open_id != output["staged_update"]:
+                    self.record.ledger.abandon(open_id, "the engine went to sleep")
             except Exception as error:
                 logger.warning("the workers' LoRA merge state is not known: %s", error)
 
@@ -177,6 +181,7 @@ class MergeRoutes:
                     weight_version=query.weight_version,
                     update_id=query.update_id,
                     upload_path=upload.path,
+                    adapter=query.adapter,
                 )
                 terms = query.model_dump()
                 name = query.update_id
@@ -193,6 +198,7 @@ class MergeRoutes:
                 return 200, answered
             state = "live" if bucket is None else self.record.ledger.next_state(bucket)
             req.goes_live = state == "live"
+            req.continues = bucket is not None and self.record.ledger.open_id == bucket.update_id
             output = await self._ask(req)
             if output["status"] != 200:
                 entry.reason = output["reason"]
@@ -202,7 +208,8 @@ class MergeRoutes:
                 self._accept(bucket, answer)
             if state == "live":
                 ended = "replaced" if req.is_whole_adapter or req.is_full_update else None
-                self.record.ledger.step(answer.get("modules") or req.target_modules, ended, req.update_id)
+                adapter = None if req.is_full_update else req.adapter
+                self.record.ledger.step(answer.get("modules") or req.target_modules, ended, req.update_id, adapter)
             self.record.received(entry.nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
             return 200, answer
 
@@ -247,10 +254,10 @@ class MergeRoutes:
             return _error(error.status, str(error))
 
     async def _reset(self, fields: ResetRequest, _: Entry) -> dict[str, Any]:
-        req = MergeReq([], operation="reset", target_modules=fields.target_modules)
+        req = MergeReq([], operation="reset", target_modules=fields.target_modules, adapter=fields.adapter)
         answer = _merge_answer(await self._good(req))
         if answer["modules"]:
-            self.record.ledger.step(answer["modules"], "reset")
+            self.record.ledger.step(answer["modules"], "reset", adapter=fields.adapter)
         return answer
 
     async def _rollback(self, _: RollbackRequest, __: Entry) -> dict[str, Any]:
@@ -268,7 +275,7 @@ class MergeRoutes:
         req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=entry.weight_version)
         answer = _merge_answer(await self._good(req))
         ledger.committed(fields.update_id, answer)
-        ledger.step(answer["modules"], "replaced", fields.update_id)
+        ledger.step(answer["modules"], "replaced", fields.update_id, ledger.updates[fields.update_id].adapter)
         self.record.received(0, live=True, timings_ms=answer["timings_ms"])
         self._start_timer()
         return answer
@@ -293,7 +300,7 @@ class MergeRoutes:
         ]
         if wrong or not any(expected.values()):
             raise RequestError(*(wrong or ["modules names no layer to verify"]))
-        output = await self._good(MergeReq([], operation="verify", expected=expected))
+        output = await self._good(MergeReq([], operation="verify", expected=expected, weights=fields.weights))
         return {name: output[name] for name in ("success", "message", "mismatched", "checked")}
 
     async def _good(self, req: MergeReq) -> dict[str, Any]:
@@ -363,7 +370,7 @@ async def _ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
 def _bucket_of(update: UpdateRequest, body: bytes) -> Bucket | None:
     if update.update_id is None:
         return None
-    same = ("lora_alpha", "lora_rank", "weight_version", "weight_update_mode")
+    same = ("lora_alpha", "lora_rank", "weight_version", "weight_update_mode", "adapter")
     return Bucket(
         update_id=update.update_id,
         index=update.bucket_index or 0,
@@ -387,6 +394,7 @@ def _to_workers(update: UpdateRequest) -> MergeReq:
         allow_partial=bool(update.allow_partial),
         layer_scaling=update.layer_scaling,
         weight_version=update.weight_version,
+        adapter=update.adapter or DEFAULT_ADAPTER,
     )
 
 

@@ -1,4 +1,4 @@
-"""sglang's layers as targets: fused sections, tensor-parallel shards, and the model's own names for them.
+"""sglang's layers as targets: fused sections, shards of every kind, and the model's own names for them.
 
 Shapes come from the attributes that sglang's own weight loaders use, names from the tables it loads checkpoints and
 adapters with, so that a pair lands where loading it from disk would have put it.
@@ -6,11 +6,13 @@ adapters with, so that a pair lands where loading it from disk would have put it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from sglang.multimodal_gen.runtime.distributed import tensor_model_parallel_all_reduce
 from sglang.multimodal_gen.runtime.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -21,15 +23,21 @@ from sglang.multimodal_gen.runtime.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from sglang.multimodal_gen.runtime.layers.lora.linear import BaseLayerWithLoRA
 from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
 from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import _swap_peft_swiglu_fc1_lora_b
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from server_patches.derived import multiplies_with_a_copy
+from server_patches.offload import HostWeights, host_weight
+from sgld_lora_merge.dynamic import Branches
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.targets import CannotLand, Landing, Span, Target
 
+Mode = Literal["merge", "dynamic", "auto"]
 Section = int | str | None
 _QKV = {"q": 0, "k": 1, "v": 2}
 
@@ -40,13 +48,28 @@ class EngineModule:
     Args:
         module: a transformer, or any other module with linear layers.
         replica_size: ranks of the replica; shards that several of them hold are counted once.
+        mode: of the server. ``merge`` merges or refuses, ``dynamic`` adds low-rank branches to the layers, ``auto``
+            merges where a merge is defined and adds a branch elsewhere.
+        device: where the module computes.
+        compiled: torch.compile has been told to compile the module; it would not see branches that come later.
     """
 
-    def __init__(self, module: nn.Module, replica_size: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        replica_size: int,
+        mode: Mode = "merge",
+        device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
+        compiled: bool = False,
+    ) -> None:
         self._module = module
+        self._mode = mode
+        self._device = device
+        self._compiled = compiled
+        self.branches: Branches | None = Branches(self._owner, device, _sum_over_ranks)
         self._model: Any = module  # with the attributes that its class adds
         self._replica_size = replica_size
-        self._layers = dict(module.named_modules())
+        self._layers = {name: _unwrapped(layer) for name, layer in module.named_modules()}
         self._landings: dict[str, Landing | None] = {}
         mappings = (getattr(module, "lora_param_names_mapping", None), getattr(module, "param_names_mapping", None))
         self._mappings = [get_param_names_mapping(mapping) for mapping in mappings if mapping]
@@ -57,10 +80,18 @@ class EngineModule:
         return self._landings[layer]
 
     def weight(self, name: str) -> torch.Tensor:
-        return self._module.get_parameter(name).data
+        host = host_weight(self._module, name)
+        return _local(self._module.get_parameter(name)) if host is None else host
+
+    def offloaded(self, names: Collection[str]) -> HostWeights | None:
+        if all(self.weight(name).device.type == self._device.type for name in names):
+            return None
+        return HostWeights(self._module, self.weight, names, self._device)
 
     def layers(self) -> Sequence[str]:
-        return sorted(name for name, layer in self._layers.items() if _is_linear(layer))
+        return sorted(
+            name for name, layer in self._layers.items() if _is_linear(layer) and not name.endswith(".base_layer")
+        )
 
     def objections(self, pairs: Sequence[Pair]) -> list[str]:
         """What the model class itself has against these pairs; sentences."""
@@ -116,8 +147,12 @@ class EngineModule:
         if f"{name}.weight" in permuted and getattr(self._module, "quant_config", None) is not None:
             raise CannotLand("the engine permutes the rows of this layer when it loads a quantized checkpoint")
 
+    def _owner(self, weight: str) -> nn.Module:
+        return self._layers[weight.removesuffix(".weight")]
+
     def _landing(self, name: str, layer: nn.Module, section: Section, swapped: bool) -> Landing:
-        _refuse_unmergeable(layer)
+        weight = f"{name}.weight"
+        dynamic = self._is_dynamic(name, layer)
         rows, cols, shards = _partition(layer)
         sections = [_Section(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
@@ -132,15 +167,39 @@ class EngineModule:
             distinct = shards // sections[i].replicas
             targets.append(
                 Target(
-                    weight=f"{name}.weight",
+                    weight=weight,
                     section=i,
                     rows=Span(local[i], local[i] + sections[i].source.size),
                     b_rows=_swap_halves(b_rows, whole) if swapped else b_rows,
                     a_cols=a_cols,
                     copies=self._replica_size // distinct,
+                    dynamic=dynamic,
                 )
             )
+        if not dynamic and isinstance(parameter := self._module.get_parameter(weight), DTensor):
+            targets = _own_rows(targets, parameter)
         return Landing(tuple(targets), whole, in_features)
+
+    def _is_dynamic(self, name: str, layer: Any) -> bool:
+        """Whether the layer gets a branch.
+
+        Raises:
+            CannotLand: neither that nor a merge is defined for it.
+        """
+        obstacle = _obstacle(layer)
+        if self._mode == "merge" or (self._mode == "auto" and obstacle is None):
+            if obstacle is not None:
+                raise CannotLand(f"{obstacle}; merging into it is not defined (--lora-merge-mode auto would not merge)")
+            return False
+        if self._compiled:
+            raise CannotLand("a low-rank branch does not reach a compiled layer: start without --enable-torch-compile")
+        if multiplies_with_a_copy(self._layers[name.rpartition(".")[0]]):
+            raise CannotLand("its block computes with a copy of its weight, which a low-rank branch does not reach")
+        if isinstance(layer, ColumnParallelLinear) and layer.gather_output and layer.tp_size > 1:
+            raise CannotLand("it gathers its output over the ranks; a low-rank branch is not defined for it")
+        if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel and layer.tp_size > 1:
+            raise CannotLand("it splits its input over the ranks; a low-rank branch is not defined for it")
+        return True
 
 
 class _Section:
@@ -192,15 +251,60 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, (LinearBase, nn.Linear))
 
 
-def _refuse_unmergeable(layer: Any) -> None:
+def _obstacle(layer: Any) -> str | None:
+    """Why nothing can be merged into a layer's weight; None where it can."""
     method = getattr(layer, "quant_method", None)
     if isinstance(layer, LinearBase) and not isinstance(method, UnquantizedLinearMethod):
-        raise CannotLand(f"its weight is quantized ({type(method).__name__}); merging into it is not defined")
+        return f"its weight is quantized ({type(method).__name__})"
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
-        raise CannotLand("it has no plain weight (packed quantization?)")
-    if isinstance(weight, DTensor) or isinstance(weight.data, DTensor):
-        raise CannotLand("its weight is sharded by --use-fsdp-inference, which is not built yet")
+        return "it has no plain weight (packed quantization?)"
+    if isinstance(weight, DTensor) and any(isinstance(each, Shard) and each.dim != 0 for each in weight.placements):
+        return "its weight is sharded by columns"
+    return None
+
+
+def _unwrapped(layer: nn.Module) -> nn.Module:
+    """The layer itself where sglang has wrapped it for an adapter of its own."""
+    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows; FSDP keeps them as the local part of a distributed tensor."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
+def _own_rows(targets: Sequence[Target], weight: DTensor) -> list[Target]:
+    """Targets of a weight, cut to the rows that FSDP has left on this rank; those that are elsewhere keep no row."""
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    mine = Span(offset[0], offset[0] + shape[0])
+    shards = 1
+    for dim, placement in enumerate(weight.placements):
+        shards *= weight.device_mesh.size(dim) if isinstance(placement, Shard) else 1
+    own = []
+    for target in targets:
+        rows = target.rows.within(mine)
+        cut = Span(rows.start - target.rows.start, rows.stop - target.rows.start)
+        b_rows = _take(target.b_rows, cut)
+        own.append(replace(target, rows=rows.shifted(-mine.start), b_rows=b_rows, copies=target.copies // shards))
+    return own
+
+
+def _take(spans: Sequence[Span], cut: Span) -> tuple[Span, ...]:
+    """A range of the rows that the spans name one after the other."""
+    taken, passed = [], 0
+    for span in spans:
+        here = cut.shifted(span.start - passed).within(span)
+        if here.size:
+            taken.append(here)
+        passed += span.size
+    return tuple(taken) or (Span(0, 0),)
+
+
+def _sum_over_ranks(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """``x @ A.T`` over all columns of a layer whose ranks hold some of them, and whose output is a whole."""
+    parallel = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+    return tensor_model_parallel_all_reduce(hidden, tp_group=layer.tp_group) if parallel else hidden
 
 
 def _section_index(section: int | str, count: int) -> int:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
-
-from sglang.multimodal_gen.runtime.cache.conditioning import invalidate_conditioning_caches
-from sglang.multimodal_gen.runtime.cache.teacache import TeaCacheMixin
-from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
-from torch import nn
 
 from server_patches.agreement import Silence, gather
 from server_patches.clock import Clock
@@ -30,16 +25,20 @@ class Phases:
 
     Args:
         engine: this rank's merges.
-        modules: the pipeline's modules by name.
+        weights_change: entered around every write, with the plan.
         replica: the ranks that serve one request together.
         timeout_s: how long a rank waits for the others.
     """
 
     def __init__(
-        self, engine: MergeEngine, modules: Callable[[], Mapping[str, nn.Module]], replica: Any, timeout_s: float
+        self,
+        engine: MergeEngine,
+        weights_change: Callable[[Plan], AbstractContextManager[None]],
+        replica: Any,
+        timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._modules = modules
+        self._weights_change = weights_change
         self._replica = replica
         self._timeout_s = timeout_s
 
@@ -118,19 +117,6 @@ class Phases:
             raise NotTogether(
                 f"{why}; then the previous weights could not be restored: {told(undone_everywhere)}: restart the engine"
             )
-
-    @contextmanager
-    def _weights_change(self, plan: Plan) -> Iterator[None]:
-        """What sglang does around an update of its own. Prompt embeddings do not depend on the module and survive."""
-        modules = [self._modules()[part.module] for part in plan.modules]
-        invalidate_conditioning_caches(modules)
-        for module in modules:
-            if isinstance(module, TeaCacheMixin):
-                module.reset_teacache_state()
-        yield
-        for module in modules:
-            if isinstance(module, BaseDiT):
-                module.refresh_weight_derived_caches(weights_path=None)
 
     def agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
         own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""

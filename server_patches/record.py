@@ -23,6 +23,7 @@ class Record:
     failed: str | None = None
     differing: str | None = None
     staged_bytes: int = 0
+    sleeping: bool = False
     live_updates: int = 0
     payload_bytes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -32,7 +33,8 @@ class Record:
     def heard(self, output: dict[str, Any]) -> None:
         """Take in a worker's report of its modules' state."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
-        self.staged_bytes, self.differing = output["staged_bytes"], output["differing"]
+        self.staged_bytes, self.sleeping = output["staged_bytes"], output["sleeping"]
+        self.differing = output["differing"]
 
     @property
     def problem(self) -> str | None:
@@ -58,6 +60,7 @@ class Record:
             "modules": self.modules,
             "totals": {"updates": self.live_updates, "failures": dict(self.failures), "bytes": self.payload_bytes},
             "staged_bytes": self.staged_bytes,
+            "sleeping": self.sleeping,
             "updates": [
                 {
                     "update_id": name,

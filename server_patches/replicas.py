@@ -125,6 +125,8 @@ def _state_of(outputs: Sequence[Output]) -> Output:
     return {
         "snapshot": outputs[0]["snapshot"],
         "failed": next((output["failed"] for output in outputs if output["failed"] is not None), None),
+        "staged_update": outputs[0]["staged_update"],
+        "sleeping": any(output["sleeping"] for output in outputs),
         "staged_bytes": max(output["staged_bytes"] for output in outputs),
         "differing": differing([output["snapshot"] for output in outputs]),
     }

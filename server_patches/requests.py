@@ -23,8 +23,11 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     layer_scaling: dict[str, dict[str, float]] | None = None
     weight_version: str | None = None
     update_id: str | None = None
+    adapter: str | None = None  # of a reset: null for all
     expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
+    weights: Literal["live", "base"] = "live"  # which ones a verify looks at
     upload_path: str | None = None  # a file of this server's own, in place of payloads
+    continues: bool = False  # buckets of this update were accepted before
     goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit
     step: Literal["prepare", "finish"] | None = None  # where replicas agree between the plan and the change
 

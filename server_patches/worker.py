@@ -11,33 +11,32 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
-from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
-from sglang.multimodal_gen.runtime.managers.memory_managers.weight_snapshot import restore_weight_snapshot
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
-from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater, get_updatable_modules
+from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from torch import nn
 
 from server_patches.checking import verify
 from server_patches.clock import Clock
-from server_patches.layers import EngineModule
 from server_patches.phases import Phases
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
+from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
+from server_patches.warnings import Warnings
 from sgld_lora_merge.adapter_file import read_adapter
-from sgld_lora_merge.engine import MergeEngine, ModuleState, ModuleUpdate, Plan
+from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import pair_up
+from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
@@ -75,16 +74,17 @@ class MergeWorker:
         self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float, max_staged_bytes: int
     ) -> None:
         self.gpu_worker = gpu_worker
-        self.engine = MergeEngine(self._views, precision)
+        self.states = EngineStates(gpu_worker, replica.world_size, precision)
+        self.engine = self.states.engine
         self._replica = replica
-        self._phases = Phases(self.engine, self._modules, replica, timeout_s)
+        self._phases = Phases(self.engine, self.states.weights_change, replica, timeout_s)
         self._max_staged_bytes = max_staged_bytes
         self._staged: StagedPairs | None = None
-        self._cached_views: dict[str, tuple[nn.Module, EngineModule]] = {}
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
         self._prepared: tuple[Any, Clock] | None = None  # a plan that waits for the other replicas
         self._before: _Before | None = None
+        self._warnings = Warnings()
 
     # requests
 
@@ -101,7 +101,8 @@ class MergeWorker:
                     answer: dict[str, Any] = {"message": "ok"}
                 case "verify":
                     hear, first = self._phases.gather_all, self._phases.is_first
-                    answer = verify(req.expected or {}, self._views(), hear, first=first)
+                    rows = self.engine.base if req.weights == "base" else self.engine.effective
+                    answer = verify(req.expected or {}, self.states.views(), rows, hear, first=first)
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
@@ -136,7 +137,9 @@ class MergeWorker:
             "payload_opened": opened,
             "snapshot": self.snapshot(),
             "failed": self._failed,
+            "staged_update": self._staged.update_id if self._staged is not None else None,
             "staged_bytes": self._staged.nbytes if self._staged is not None else 0,
+            "sleeping": self.states.sleeping,
         }
         return OutputBatch(output=output, error=None if output["status"] == 200 else output["message"])
 
@@ -163,7 +166,7 @@ class MergeWorker:
             return {"message": "prepared"}
         stats = self._phases.commit(plan, clock)
         self._remember(req, plan)
-        losses = {module: each.rounding_loss for module, each in stats.items()}
+        losses = {part.module: stats[part.module].rounding_loss for part in plan.modules if part.merged}
         match req.operation:
             case "reset":
                 self.engine.settle(plan, None)
@@ -173,6 +176,8 @@ class MergeWorker:
                 self.engine.settle(plan, req.weight_version, losses)
                 if req.update_id is not None:
                     self._staged = None  # live now, or abandoned by another update
+                if self._phases.is_first:
+                    self._warnings.merged(losses)
         timings = clock.milliseconds()
         self._timings |= {part.module: timings for part in plan.modules}
         return self._live_answer(req, plan, stats, timings)
@@ -183,14 +188,16 @@ class MergeWorker:
         modules = {
             part.module: {
                 "layers": len(part.layers),
-                "rounding_loss": stats[part.module].rounding_loss,
-                "merge_mode": "merge",
+                "rounding_loss": stats[part.module].rounding_loss if part.merged else None,
+                "merge_mode": part.merge_mode,
             }
             for part in plan.modules
         }
+        modes = {part.merge_mode for part in plan.modules}
         names = list(modules)
         version = self.engine.state(names[0]).weight_version if names else None
-        what = {"reset": "base weights are live", "rollback": f"weight_version {version!r} is live again"}
+        base = "base weights are live" if req.adapter is None else f"adapter {req.adapter!r} is taken out"
+        what = {"reset": base, "rollback": f"weight_version {version!r} is live again"}
         message = (
             f"{what.get(req.operation, f'{plan.layers} LoRA layers are live')} in {name_some(names) or 'every module'}"
         )
@@ -200,10 +207,10 @@ class MergeWorker:
             "weight_version": version,
             "layers": plan.layers,
             "skipped": plan.skipped,
-            "merge_mode": "merge",
+            "merge_mode": _only(modes) if len(modes) < 2 else "mixed",
             "merge_precision": str(self.engine.precision),
             "base_store": self.engine.state(names[0]).store.kind if names else None,
-            "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss,
+            "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
             "modules": modules,
             "timings_ms": timings,
         }
@@ -229,12 +236,12 @@ class MergeWorker:
         result, _clock = prepared
         if isinstance(result, Plan):
             return self._ready(result)
-        self._refuse_sleep()
+        self.states.refuse_sleep()
         return result
 
     def _ready(self, plan: Plan) -> Plan:
         """A plan of an earlier request, with weights where it writes to them."""
-        self._prepare(part.module for part in plan.modules)
+        self.states.prepare([part.module for part in plan.modules])
         return plan
 
     def _remember(self, req: MergeReq, plan: Plan | None = None) -> None:
@@ -265,7 +272,7 @@ class MergeWorker:
         staged = self._staged
         if staged is None or staged.update_id != req.update_id:
             raise ConflictError(f"update {req.update_id!r} is not staged here")
-        self._prepare(staged.pairs)
+        self.states.prepare(staged.pairs)
         with clock.stage("validate"):
             return self.engine.plan(staged.updates())
 
@@ -286,7 +293,9 @@ class MergeWorker:
         """What is staged of this request's update; another update's is abandoned by it."""
         if self._staged is not None and self._staged.update_id == req.update_id:
             return self._staged
-        return StagedPairs(req.update_id or "", {}, 0)
+        if req.continues:
+            raise ConflictError(f"the buckets of update {req.update_id!r} that were staged are gone; send it again")
+        return StagedPairs(req.update_id or "", req.adapter or DEFAULT_ADAPTER, {}, 0)
 
     def _with_staged(self, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
         """The request's pairs and those of the buckets before it."""
@@ -296,18 +305,20 @@ class MergeWorker:
         joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
         named = {update.module for update in updates}
         return joined + [
-            ModuleUpdate(module, pairs, whole=True) for module, pairs in staged.items() if module not in named
+            ModuleUpdate(module, pairs, whole=True, adapter=req.adapter or DEFAULT_ADAPTER)
+            for module, pairs in staged.items()
+            if module not in named
         ]
 
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload, or the uploaded file, to pairs by module."""
         staged = self._staged_for(req).pairs if req.update_id is not None else {}
-        self._prepare([*(req.target_modules or []), *staged])
+        self.states.prepare([*(req.target_modules or []), *staged])
         with clock.stage("deserialize"):
             by_module, scaling = self._open(req, clock)
         with clock.stage("validate"):
             updates = []
-            views = self._views()
+            views = self.states.views()
             for name, named in by_module.items():
                 pairing = pair_up(
                     named,
@@ -319,7 +330,10 @@ class MergeWorker:
                 faults = list(pairing.faults)
                 if name in views and not faults:
                     faults += views[name].objections(pairing.pairs)
-                updates.append(ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults))
+                adapter = req.adapter or DEFAULT_ADAPTER
+                updates.append(
+                    ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
+                )
             return updates
 
     def _open(
@@ -343,12 +357,12 @@ class MergeWorker:
         return named_tensors(content, req.load_format, modules), req.layer_scaling or {}
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
-        self._prepare(self.engine.states if req.target_modules is None else req.target_modules)
+        self.states.prepare(self.engine.states if req.target_modules is None else req.target_modules)
         with clock.stage("validate"):
-            return self.engine.plan_reset(req.target_modules)
+            return self.engine.plan_reset(req.target_modules, req.adapter)
 
     def _plan_rollback(self, req: MergeReq, clock: Clock) -> Plan:
-        self._prepare(self.engine.states)
+        self.states.prepare(self.engine.states)
         with clock.stage("validate"):
             return self.engine.plan_rollback()
 
@@ -375,7 +389,7 @@ class MergeWorker:
         return {"message": message, "weight_version": req.weight_version}
 
     def _open_full(self, req: MergeReq, clock: Clock) -> Any:
-        self._refuse_sleep()
+        self.states.refuse_sleep()
         payload = self._own_payload(req)
         monkey_patch_torch_reductions()  # sglang's convention for the GPU of a handle
         try:
@@ -385,55 +399,7 @@ class MergeWorker:
         clock.opened = True
         return content
 
-    # the engine's state
-
-    def _modules(self) -> dict[str, nn.Module]:
-        modules: dict[str, nn.Module] = get_updatable_modules(self.gpu_worker.pipeline)
-        return modules
-
-    def _views(self) -> dict[str, EngineModule]:
-        """A view of every module; kept as long as the module is the same object."""
-        for name, module in self._modules().items():
-            if self._cached_views.get(name, (None,))[0] is not module:
-                self._cached_views[name] = (module, EngineModule(module, self._replica.world_size))
-        return {name: view for name, (_, view) in self._cached_views.items()}
-
-    def _refuse_sleep(self) -> None:
-        if self.gpu_worker.is_sleeping():
-            raise ConflictError("the engine is asleep: POST /resume_memory_occupation first")
-
-    def _prepare(self, modules: Iterable[str]) -> None:
-        """Before every plan: refuse what cannot be merged, and bring weights to where writes to them last.
-
-        An engine that parks a module on the host (--dit-cpu-offload) serves from a copy, which it throws away.
-        """
-        names = set(modules)
-        self._refuse_states(names)
-        for name, module in self._modules().items():
-            if name in names:
-                _restore(module)
-
-    def _refuse_states(self, modules: Collection[str]) -> None:
-        """States of the engine in which merging is not built or not defined."""
-        self._refuse_sleep()
-        args, pipeline = self.gpu_worker.server_args, self.gpu_worker.pipeline
-        if getattr(pipeline, "lora_initialized", False):
-            raise ConflictError(
-                "sglang itself has wrapped the layers for an adapter of its own (--lora-path or /v1/set_lora); "
-                "start the engine without one"
-            )
-        if args.lora_merge_mode == "dynamic":
-            raise RequestError("--lora-merge-mode dynamic is not built yet; start the engine with merge or auto")
-        offloaded = [
-            name
-            for name, module in self._modules().items()
-            if name in modules and is_layerwise_offloaded_module(module)
-        ]
-        if offloaded:
-            raise RequestError(
-                f"{name_some(offloaded)} is offloaded layer by layer, which is not built yet; start the engine with "
-                "--dit-layerwise-offload false"
-            )
+    # payloads and reports
 
     def _own_payload(self, req: MergeReq) -> str:
         """The payload that this rank reads; by GPU where the request says so, else by rank."""
@@ -465,15 +431,15 @@ class MergeWorker:
     def snapshot(self) -> dict[str, Any]:
         """Every module's state as the status route shows it; store sizes are those of rank 0."""
         modules = {}
-        for name in sorted(self._modules()):
+        for name in sorted(self.states.modules()):
             state = self.engine.state(name)
             pairs = state.pairs
+            adapters = {each: list(dict.fromkeys(p.pair for p in live.values())) for each, live in state.live.items()}
             modules[name] = {
                 "state": self._state_of(name),
                 "weight_version": state.weight_version,
-                "layers": len({pair.layer for pair in pairs}),
-                "rank": _only({pair.rank for pair in pairs}),
-                "scale": _only({pair.scale for pair in pairs}),
+                **_shape(pairs),
+                "adapters": {each: _shape(own) for each, own in adapters.items()},
                 "merge_precision": str(self.engine.precision),
                 "base_store": state.store.kind if state.store.nbytes else None,
                 "base_store_bytes": state.store.nbytes,
@@ -481,6 +447,31 @@ class MergeWorker:
                 "timings_ms": self._timings.get(name, {}),
             }
         return modules
+
+    def sleep(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Around sglang's way to sleep; what is staged is dropped."""
+        self._staged = self._prepared = self._before = None
+        return self.states.release(original)
+
+    def tell_adapters(self, status: dict[str, Any]) -> None:
+        """Add what is live to sglang's own list of adapters, in its terms."""
+        for module, state in self.engine.states.items():
+            entries = status["active"].setdefault(module, []) if state.live else []
+            for adapter in sorted(state.live):
+                merged = self._state_of(module) == "merged"
+                own = {"nickname": adapter, "path": None}
+                entries.append(
+                    own
+                    | {"nicknames": [adapter], "merged": merged, "mode": "merged" if merged else "unmerged"}
+                    | {"strength": 1.0, "strengths": [1.0], "weight_version": state.weight_version}
+                )
+                if own not in status["loaded_adapters"]:
+                    status["loaded_adapters"].append(own)
+
+    def generated(self) -> None:
+        """After a generation."""
+        views = self.states.views().items()
+        self._warnings.generated({name: view.branches.idle for name, view in views if view.branches is not None})
 
     def versions(self) -> dict[str, str]:
         """The version of every module that has one."""
@@ -492,28 +483,16 @@ class MergeWorker:
             return "failed"
         if self._staged is not None and module in self._staged.pairs:
             return "staging"
-        return "merged" if self.engine.state(module).live else "base"
+        live = self.engine.state(module).live.values()
+        dynamic = {placed.target.dynamic for adapter in live for placed in adapter.values()}
+        return "base" if not dynamic else "dynamic" if dynamic == {True} else "merged"
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
-        """Around code of sglang's that loads a module: W0 back first, and no adapter afterwards, whatever it did."""
-        names = [name for name, each in self._modules().items() if each is module]
-        for name in names:
-            if self.engine.state(name).live:
-                _restore(module)
-                self.engine.restore(name)
+        """Around code of sglang's that loads a module: what was planned for the other base is dropped."""
         self._prepared = self._before = None
-        try:
+        with self.states.base_weights_change(module):
             yield
-        finally:
-            for name in names:
-                self.engine.forget(name)
-
-    def give_base_back(self) -> None:
-        """Before sglang wraps layers for an adapter of its own: base weights everywhere, no adapter of ours."""
-        for module in self._modules().values():
-            with self.base_weights_change(module):
-                pass
 
 
 def make_merge_worker(gpu_worker: Any) -> MergeWorker:
@@ -531,10 +510,12 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
     )
 
 
-def _restore(module: nn.Module) -> None:
-    """Make a module's parameters those that sglang keeps, if it serves from a copy of them."""
-    with torch.inference_mode():
-        restore_weight_snapshot(module)
+def _shape(pairs: Collection[Pair]) -> dict[str, Any]:
+    return {
+        "layers": len({pair.layer for pair in pairs}),
+        "rank": _only({pair.rank for pair in pairs}),
+        "scale": _only({pair.scale for pair in pairs}),
+    }
 
 
 def _only(values: set[Any]) -> Any:

@@ -12,7 +12,7 @@ the one before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -21,12 +21,14 @@ import torch
 
 from sgld_lora_merge import kernels
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
+from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
-from sgld_lora_merge.kernels import MergeJob, MergeStats
+from sgld_lora_merge.kernels import MergeJob, MergeStats, Term
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
 
+DEFAULT_ADAPTER = "default"
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,10 +39,11 @@ class ModuleUpdate:
     Attributes:
         module: name of the target module.
         pairs: its pairs; they may be views into the sender's memory, the plan copies them.
-        whole: the pairs are the module's whole adapter, so that a target they do not name goes back to its base weight;
+        whole: the pairs are the module's whole adapter, so that a target they do not name loses this adapter's update;
             otherwise such a target keeps what it has.
         allow_partial: leave out unknown layers, and report them, instead of refusing the update.
         faults: what was wrong before there were pairs; a plan reports it together with its own.
+        adapter: which of the module's adapters this is; the others stay as they are.
     """
 
     module: str
@@ -48,6 +51,7 @@ class ModuleUpdate:
     whole: bool = False
     allow_partial: bool = False
     faults: Sequence[str] = ()
+    adapter: str = DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,19 +63,42 @@ class Placed:
 
 
 Adapter = Mapping[Key, Placed]
+Adapters = Mapping[str, Adapter]  # by name; a target's merged weight is W0 plus what each of them has there
 
 
 @dataclass(frozen=True, eq=False)
 class ModulePlan:
-    """One module's part of a plan: what it will hold, what is written, what was left out."""
+    """One module's part of a plan: what it will hold, what is written, what was left out.
+
+    Attributes:
+        before, after: the module's adapters.
+        written: targets whose weight, or whose branch, changes.
+        snapshots: W0 of those that are merged into for the first time.
+        branches_before, branches_after: of those that are dynamic.
+        offloaded: how weights are written that cannot be in place.
+    """
 
     module: str
-    before: Adapter
-    after: Adapter
+    before: Adapters
+    after: Adapters
     written: tuple[Target, ...]
-    snapshots: Mapping[Key, torch.Tensor]
+    snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
+    branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
+    offloaded: Offloaded | None = None
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+
+    @property
+    def merged(self) -> list[Target]:
+        """The written targets whose weight changes."""
+        return [target for target in self.written if not target.dynamic]
+
+    @property
+    def merge_mode(self) -> str:
+        """How the written targets hold the update: ``merge``, ``dynamic``, or ``mixed``."""
+        modes = {"dynamic" if target.dynamic else "merge" for target in self.written}
+        return modes.pop() if len(modes) == 1 else "mixed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +121,8 @@ class Plan:
 class ModuleState:
     """What is live in one module, and what was before it (the pairs, not the weights)."""
 
-    live: Adapter = field(default_factory=dict)
-    previous: Adapter | None = None
+    live: Adapters = field(default_factory=dict)
+    previous: Adapters | None = None
     store: BaseStore = field(default_factory=BaseStore)
     weight_version: str | None = None
     previous_version: str | None = None
@@ -103,7 +130,8 @@ class ModuleState:
 
     @property
     def pairs(self) -> list[Pair]:
-        return list({id(placed.pair): placed.pair for placed in self.live.values()}.values())
+        """Every live pair, of all adapters."""
+        return _pairs(self.live)
 
 
 class MergeEngine:
@@ -159,18 +187,27 @@ class MergeEngine:
             raise RequestError(*faults)
         return plans
 
-    def plan_reset(self, modules: Iterable[str] | None = None) -> Plan:
-        """A plan that brings the base weight back in the named modules, or in all.
+    def plan_reset(self, modules: Iterable[str] | None = None, adapter: str | None = None) -> Plan:
+        """A plan that takes one adapter, or all, out of the named modules, or of all.
 
         Raises:
             RequestError: a module that does not exist.
+            ConflictError: the adapter is not live in any of them.
         """
         views = self._modules()
         names = list(self.states) if modules is None else list(dict.fromkeys(modules))
         if unknown := [name for name in names if name not in views]:
             raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")
-        changed = [(name, self.state(name).live) for name in names if self.state(name).live]
-        return self._allocate([_exchange(name, live, {}) for name, live in changed])
+        plans = []
+        for name in names:
+            live = self.state(name).live
+            gone = live.keys() if adapter is None else live.keys() & {adapter}
+            if gone:
+                plans.append(_exchange(name, live, {other: live[other] for other in live.keys() - gone}))
+        if adapter is not None and not plans:
+            others = sorted({other for name in names for other in self.state(name).live})
+            raise ConflictError(f"no adapter {adapter!r} is live; live are {name_some(others) or 'none'}")
+        return self._allocate(plans)
 
     def plan_rollback(self) -> Plan:
         """A plan that brings back what was live before the last step (an update, or a reset), in all its modules.
@@ -207,14 +244,14 @@ class MergeEngine:
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live
-        gone = [old.target for key, old in before.items() if update.whole and key not in placed]
-        kept = {} if update.whole else before
+        own = before.get(update.adapter, {})
+        gone = [old.target for key, old in own.items() if update.whole and key not in placed]
+        kept = {} if update.whole else own
         return ModulePlan(
             module=update.module,
             before=before,
-            after={**kept, **placed},
+            after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
-            snapshots={},
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
         )
@@ -224,12 +261,14 @@ class MergeEngine:
 
         The second one's W0 would be a weight into which the first one is merged.
         """
-        held = {(name, key): placed for name, state in self.states.items() for key, placed in state.live.items()}
-        held |= {(plan.module, key): placed for plan in plans for key, placed in plan.after.items()}
+        held = {(name, placed.target.key): placed for name, state in self.states.items() for placed in _all(state.live)}
+        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in _all(plan.after)}
         extents = []
         for (module, _), placed in held.items():
-            rows = _rows(views[module], placed.target) if module in views else None
-            if rows is not None and rows.numel():
+            if module not in views or placed.target.dynamic:
+                continue
+            rows = _rows(views[module], placed.target)
+            if rows.numel():
                 # strided rows may interleave with others without touching them: their first element stands for them
                 nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
                 name = f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
@@ -246,24 +285,47 @@ class MergeEngine:
         owned = []
         for plan in plans:
             state = self.state(plan.module)
-            kept = (*state.live.values(), *(state.previous or {}).values())
-            copies = {id(old.pair): old.pair for old in kept}
-            after = {}
-            for key, new in plan.after.items():
-                if id(new.pair) not in copies:
-                    copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
-                after[key] = Placed(copies[id(new.pair)], new.target)
-            view = self._modules()[plan.module]
-            snapshots = {t.key: snapshot(_rows(view, t)) for t in plan.written if t.key not in state.store}
-            owned.append(replace(plan, after=after, snapshots=snapshots))
-        both_ways = [
-            each for plan in owned for adapter in (plan.after, plan.before) for each in self._jobs(plan, adapter)
-        ]
-        scratch = {
-            device: kernels.scratch_for([job for _, job in jobs], self.precision)
-            for device, jobs in _by_device(both_ways).items()
-        }
+            copies = {id(pair): pair for pair in (*state.pairs, *_pairs(state.previous or {}))}
+            after: dict[str, Adapter] = {}
+            for name, adapter in plan.after.items():
+                if adapter is state.live.get(name):
+                    after[name] = adapter
+                    continue
+                for new in adapter.values():
+                    if id(new.pair) not in copies:
+                        copies[id(new.pair)] = new.pair if new.pair.owned else own_copy(new.pair)
+                after[name] = {key: Placed(copies[id(new.pair)], new.target) for key, new in adapter.items()}
+            owned.append(self._prepared(replace(plan, after=after)))
+        both_ways = [job for plan in owned for after in (True, False) for job in self._outline(plan, after=after)]
+        scratch = {device: kernels.scratch_for(jobs, self.precision) for device, jobs in _by_device(both_ways).items()}
         return Plan(tuple(owned), scratch)
+
+    def _prepared(self, plan: ModulePlan) -> ModulePlan:
+        """With W0 of new targets, the branches of dynamic ones, and the way to weights that are offloaded."""
+        view, store = self._modules()[plan.module], self.state(plan.module).store
+        new = [target for target in plan.written if not target.dynamic and target.key not in store]
+        before, after = {}, {}
+        for target in plan.written:
+            if target.dynamic and view.branches is not None:
+                terms = _terms(plan.after, target)
+                before[target.key] = view.branches.live(target.key)
+                after[target.key] = view.branches.make(target.rows, terms) if terms else None
+        return replace(
+            plan,
+            snapshots={target.key: snapshot(_rows(view, target)) for target in new},
+            branches_before=before,
+            branches_after=after,
+            offloaded=view.offloaded({target.weight for target in plan.merged}),
+        )
+
+    def _outline(self, plan: ModulePlan, *, after: bool) -> list[MergeJob]:
+        """The jobs of a plan, for their sizes only: their bases are not read."""
+        weights = self._modules()[plan.module].weight if plan.offloaded is None else plan.offloaded.blank
+        adapters = plan.after if after else plan.before
+        return [
+            job
+            for _, job in _jobs(adapters, plan.merged, weights, lambda target: _part(weights(target.weight), target))
+        ]
 
     # commit
 
@@ -272,12 +334,15 @@ class MergeEngine:
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
-        return {module.module: self._write(module, module.after, plan.scratch) for module in plan.modules}
+        return {
+            module.module: self._write(module, module.after, module.branches_after, plan.scratch)
+            for module in plan.modules
+        }
 
     def revert(self, plan: Plan) -> None:
         """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
         for module in plan.modules:
-            self._write(module, module.before, plan.scratch)
+            self._write(module, module.before, module.branches_before, plan.scratch)
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
@@ -301,39 +366,66 @@ class MergeEngine:
             state.weight_version, state.previous, state.previous_version = version, None, None
 
     def _write(
-        self, plan: ModulePlan, adapter: Adapter, scratch: Mapping[torch.device, kernels.Scratch | None]
+        self,
+        plan: ModulePlan,
+        adapters: Adapters,
+        branches: Mapping[Key, Branch | None],
+        scratch: Mapping[torch.device, kernels.Scratch | None],
     ) -> MergeStats:
-        jobs = self._jobs(plan, adapter)
-        merged = {target.key for target, _ in jobs}
         view = self._modules()[plan.module]
-        with torch.inference_mode():
-            for target in plan.written:
-                if target.key not in merged:
-                    _rows(view, target).copy_(self._base(plan, target))
+        for key, branch in branches.items():
+            assert view.branches is not None
+            view.branches.set(key, branch)
         total = MergeStats()
-        for device, here in _by_device(jobs).items():
-            results = kernels.merge([job for _, job in here], self.precision, scratch[device])
-            for (target, _), stats in zip(here, results, strict=True):
-                share = 1 / target.copies
-                total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
+        for weights, targets in _open(view, plan.offloaded, plan.merged):
+            total += self._merge(plan, adapters, targets, weights, scratch)
         return total
 
-    def _jobs(self, plan: ModulePlan, adapter: Adapter) -> list[tuple[Target, MergeJob]]:
-        view = self._modules()[plan.module]
-        jobs = []
-        for written in plan.written:
-            placed = adapter.get(written.key)
-            if placed is None:
-                continue
-            pair, target = placed.pair, placed.target
-            out, base = _rows(view, target), self._base(plan, target)
-            if out.numel():
-                jobs.append((target, MergeJob(out, base, pair.a, pair.b, pair.scale, target.b_rows, target.a_cols)))
-        return jobs
+    def _merge(
+        self,
+        plan: ModulePlan,
+        adapters: Adapters,
+        targets: Sequence[Target],
+        weights: Callable[[str], torch.Tensor],
+        scratch: Mapping[torch.device, kernels.Scratch | None],
+    ) -> MergeStats:
+        jobs = _jobs(adapters, targets, weights, lambda target: self._base(plan, target))
+        merged = {target.key for target, _ in jobs}
+        with torch.inference_mode():
+            for target in targets:
+                if target.key not in merged:
+                    _part(weights(target.weight), target).copy_(self._base(plan, target))
+        total = MergeStats()
+        copies = {id(job): target.copies for target, job in jobs}
+        for device, here in _by_device([job for _, job in jobs]).items():
+            for job, stats in zip(here, kernels.merge(here, self.precision, scratch[device]), strict=True):
+                share = 1 / copies[id(job)]
+                total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
+        return total
 
     def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
         base = plan.snapshots.get(target.key)
         return self.state(plan.module).store[target.key] if base is None else base
+
+    # what is there
+
+    def base(self, module: str, target: Target) -> torch.Tensor:
+        """W0 of a target, ``[rows, columns]``: from the store where something is merged, else the weight itself."""
+        store = self.state(module).store
+        return store[target.key] if target.key in store else _rows(self._modules()[module], target)
+
+    def effective(self, module: str, target: Target) -> torch.Tensor:
+        """What a target's layer computes with: its weight, or W0 merged with what its branch adds."""
+        weight = _rows(self._modules()[module], target)
+        terms = _terms(self.state(module).live, target)
+        if not target.dynamic or not terms or not weight.numel():
+            return weight
+        if weight.dtype not in MERGEABLE_DTYPES:
+            raise RequestError(f"what {target.weight!r} computes with has no dtype: the weight is {weight.dtype}")
+        merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        job = MergeJob(merged, weight, terms)
+        kernels.merge([job], self.precision, kernels.scratch_for([job], self.precision))
+        return merged
 
     # the base changes
 
@@ -341,32 +433,99 @@ class MergeEngine:
         """Write W0 back into every live target of a module, before something else reads or changes its weights."""
         state = self.state(module)
         view = self._modules()[module]
+        targets = {placed.target.key: placed.target for placed in _all(state.live)}
+        for target in targets.values():
+            if target.dynamic and view.branches is not None:
+                view.branches.set(target.key, None)
+        merged = [target for target in targets.values() if not target.dynamic]
         with torch.inference_mode():
-            for placed in state.live.values():
-                _rows(view, placed.target).copy_(state.store[placed.target.key])
+            for weights, here in _open(view, view.offloaded({target.weight for target in merged}), merged):
+                for target in here:
+                    _part(weights(target.weight), target).copy_(state.store[target.key])
+
+    def suspend(self, module: str) -> None:
+        """Write W0 back and drop the store; the adapters stay, for `resume`."""
+        self.restore(module)
+        self.state(module).store.drop()
+
+    def resume(self, module: str) -> dict[str, MergeStats]:
+        """Merge the live adapters again after `suspend`: the same W0 and the same pairs give the same bytes."""
+        state = self.state(module)
+        plan = self._allocate([_exchange(module, {}, state.live)])
+        stats = self.commit(plan)
+        state.store.adopt(plan.modules[0].snapshots)
+        return stats
 
     def forget(self, module: str, weight_version: str | None = None) -> None:
         """Drop the adapter, its history and W0: the live weights are a new base."""
         self.states[module] = ModuleState(weight_version=weight_version)
 
 
-def _exchange(module: str, before: Adapter, after: Adapter) -> ModulePlan:
-    """One adapter for another, both in the engine's own memory already."""
-    targets = {placed.target.key: placed.target for placed in (*before.values(), *after.values())}
-    layers = sorted({placed.pair.layer for placed in after.values()})
-    return ModulePlan(module, before, after, tuple(targets.values()), {}, tuple(layers))
+def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
+    """Some adapters for others, all in the engine's own memory already; what both have in common is not written."""
+    changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
+    touched = [placed for name in changed for side in (before, after) for placed in side.get(name, {}).values()]
+    targets = {placed.target.key: placed.target for placed in touched}
+    layers = sorted({placed.pair.layer for placed in _all(after)})
+    return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
 
 
-def _by_device(jobs: Iterable[tuple[Target, MergeJob]]) -> dict[torch.device, list[tuple[Target, MergeJob]]]:
+def _all(adapters: Adapters) -> list[Placed]:
+    return [placed for adapter in adapters.values() for placed in adapter.values()]
+
+
+def _pairs(adapters: Adapters) -> list[Pair]:
+    return list({id(placed.pair): placed.pair for placed in _all(adapters)}.values())
+
+
+def _jobs(
+    adapters: Adapters,
+    targets: Sequence[Target],
+    weights: Callable[[str], torch.Tensor],
+    base: Callable[[Target], torch.Tensor],
+) -> list[tuple[Target, MergeJob]]:
+    """The merges of those targets that an adapter has something for."""
+    jobs = []
+    for target in targets:
+        terms = _terms(adapters, target)
+        out = _part(weights(target.weight), target)
+        if terms and out.numel():
+            jobs.append((target, MergeJob(out, base(target).to(out.device), terms)))
+    return jobs
+
+
+def _terms(adapters: Adapters, target: Target) -> tuple[Term, ...]:
+    """What the adapters have at a target; in the order of their names, whatever the order they came in."""
+    placed = [adapter[target.key] for _, adapter in sorted(adapters.items()) if target.key in adapter]
+    return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
+
+
+def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
     """The jobs of each device: an engine may keep one module on a GPU and another on the host."""
-    groups: dict[torch.device, list[tuple[Target, MergeJob]]] = {}
-    for target, job in jobs:
-        groups.setdefault(job.out.device, []).append((target, job))
+    groups: dict[torch.device, list[MergeJob]] = {}
+    for job in jobs:
+        groups.setdefault(job.out.device, []).append(job)
     return groups
 
 
+def _open(
+    view: ModuleView, offloaded: Offloaded | None, targets: Sequence[Target]
+) -> Iterator[tuple[Callable[[str], torch.Tensor], Sequence[Target]]]:
+    """Writable weights by name, and the targets that are written there: all at once, or one weight after the other."""
+    if offloaded is None:
+        yield view.weight, targets
+        return
+    for name in dict.fromkeys(target.weight for target in targets):
+        with offloaded.opened(name) as weight:
+            yield {name: weight}.__getitem__, [target for target in targets if target.weight == name]
+
+
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
-    return view.weight(target.weight)[target.rows.start : target.rows.stop]
+    return _part(view.weight(target.weight), target)
+
+
+def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
+    return weight[target.rows.start : target.rows.stop]
 
 
 def own_copy(pair: Pair) -> Pair:
@@ -389,7 +548,7 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
             f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
             f"{landing.out_features} outputs"
         )
-    for name in dict.fromkeys(target.weight for target in landing.targets):
+    for name in dict.fromkeys(target.weight for target in landing.targets if not target.dynamic):
         weight = view.weight(name)
         if weight.dtype not in MERGEABLE_DTYPES:
             faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")

@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import from_json
 
+from sgld_lora_merge.engine import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.payload import FLATTENED_BUCKET
 
 LORA_MERGE = "lora_merge"
 DEFAULT_MODULE = "transformer"
 
+MergeMode = Literal["merge", "dynamic", "mixed"]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -57,6 +59,9 @@ class UpdateRequest(BaseModel):
         None, description="module -> layer prefix -> the whole scale of that layer, in place of alpha / rank."
     )
     allow_partial: bool | None = Field(None, description="Leave out unknown layers and report them as skipped.")
+    adapter: str | None = Field(
+        None, description="Which adapter of its modules this is; null is the default one. All of them add up."
+    )
 
     @property
     def modules(self) -> list[str]:
@@ -73,15 +78,16 @@ class UploadQuery(BaseModel):
     lora_rank: int | None = None
     weight_version: str | None = None
     update_id: str | None = None
-    adapter: str = "default"
+    adapter: str = DEFAULT_ADAPTER
 
 
 class ResetRequest(BaseModel):
-    """Body of ``POST /lora_merge/reset``; an empty body means all modules."""
+    """Body of ``POST /lora_merge/reset``; an empty body means all adapters of all modules."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     target_modules: list[str] | None = None
+    adapter: str | None = Field(None, description="Take out this adapter only, and leave the others.")
 
 
 class RollbackRequest(BaseModel):
@@ -111,6 +117,9 @@ class VerifyRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     modules: dict[str, dict[str, LayerExpectation]]
+    weights: Literal["live", "base"] = Field(
+        "live", description="live: what the engine generates with; base: W0, which its merges start from."
+    )
 
 
 class TransactionRequest(BaseModel):
@@ -126,7 +135,7 @@ class ModuleAnswer(BaseModel):
 
     layers: int
     rounding_loss: float | None = None
-    merge_mode: Literal["merge"] = "merge"
+    merge_mode: MergeMode = "merge"
 
 
 class UpdateAnswer(BaseModel):
@@ -143,7 +152,7 @@ class UpdateAnswer(BaseModel):
     layers: int
     skipped: list[str] = []
     ignored_fields: list[str] = []
-    merge_mode: Literal["merge"] | None = None
+    merge_mode: MergeMode | None = None
     merge_precision: str | None = None
     base_store: str | None = None
     rounding_loss: float | None = None
@@ -221,10 +230,12 @@ def check_update(request: UpdateRequest) -> None:
     if extra := sorted((request.layer_scaling or {}).keys() - set(request.modules)):
         faults.append(f"layer_scaling has modules that target_modules does not name: {extra}")
     if request.weight_update_mode is None:
-        new = ("update_id", "bucket_index", "num_buckets", "commit", "layer_scaling", "allow_partial")
+        new = ("update_id", "bucket_index", "num_buckets", "commit", "layer_scaling", "allow_partial", "adapter")
         faults.extend(
             f'{name} belongs to weight_update_mode "{LORA_MERGE}"' for name in new if getattr(request, name) is not None
         )
+    if request.adapter == "":
+        faults.append("adapter is empty")
     faults.extend(_transaction_faults(request))
     if faults:
         raise RequestError(*faults)
@@ -239,8 +250,8 @@ def check_upload(query: UploadQuery) -> None:
     faults = _scaling_faults(query)
     if query.update_id == "":
         faults.append("update_id is empty")
-    if query.adapter != "default":
-        faults.append(f"adapter {query.adapter!r}: several named adapters are not built yet")
+    if query.adapter == "":
+        faults.append("adapter is empty")
     if faults:
         raise RequestError(*faults)
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.engine import ModuleUpdate, own_copy
+from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleUpdate, own_copy
 from sgld_lora_merge.errors import ConflictError, LoraMergeError
 from sgld_lora_merge.pairs import Pair
 
@@ -61,6 +61,10 @@ class NamedUpdate:
     @property
     def buckets(self) -> list[int]:
         return sorted(index for index in self.answers if index != COMMIT)
+
+    @property
+    def adapter(self) -> str:
+        return str(self.terms.get("adapter") or DEFAULT_ADAPTER)
 
     @property
     def modules(self) -> set[str]:
@@ -156,19 +160,27 @@ class Ledger:
         update.state = "live"
         update.answers[COMMIT] = ("", answer)
 
-    def step(self, modules: Collection[str], ended: str | None, update_id: str | None = None) -> None:
+    def step(
+        self, modules: Collection[str], ended: str | None, update_id: str | None = None, adapter: str | None = None
+    ) -> None:
         """A change has gone live, by which the updates that lie within its modules have ended.
 
         Args:
             modules: that it has changed.
             ended: what those updates are now, "replaced" or "reset"; None where it has left some of their layers.
             update_id: the change is this update.
+            adapter: that it has changed; None is every one.
         """
         self._after_rollback = []
         for name, update in self.updates.items():
             if name == update_id:
                 self._after_rollback.append((update, "rolled back"))
-            elif ended is not None and update.state == "live" and update.modules <= set(modules):
+            elif (
+                ended is not None
+                and update.state == "live"
+                and update.modules <= set(modules)
+                and adapter in (None, update.adapter)
+            ):
                 update.state = ended
                 self._after_rollback.append((update, "live"))
 
@@ -216,6 +228,7 @@ class StagedPairs:
     """
 
     update_id: str
+    adapter: str
     pairs: Mapping[str, Sequence[Pair]]
     nbytes: int
 
@@ -232,7 +245,9 @@ class StagedPairs:
             )
         copies = {module: [own_copy(pair) for pair in pairs] for module, pairs in added.items()}
         modules = {**self.pairs, **copies}
-        return StagedPairs(self.update_id, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes)
+        return StagedPairs(
+            self.update_id, self.adapter, {m: [*self.pairs.get(m, ()), *copies.get(m, ())] for m in modules}, nbytes
+        )
 
     def updates(self) -> list[ModuleUpdate]:
-        return [ModuleUpdate(module, pairs, whole=True) for module, pairs in self.pairs.items()]
+        return [ModuleUpdate(module, pairs, whole=True, adapter=self.adapter) for module, pairs in self.pairs.items()]

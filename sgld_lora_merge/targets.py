@@ -5,12 +5,16 @@ A fused section, a tensor-parallel shard and both together are the same thing: s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from sgld_lora_merge.dynamic import Branches
 
 
 @dataclass(frozen=True, order=True)
@@ -27,6 +31,11 @@ class Span:
     def shifted(self, offset: int) -> Span:
         return Span(self.start + offset, self.stop + offset)
 
+    def within(self, other: Span) -> Span:
+        """The part of this range that lies in another; empty, at an end of that, where nothing does."""
+        start = min(max(self.start, other.start), other.stop)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
 
 @dataclass(frozen=True)
 class Target:
@@ -39,6 +48,7 @@ class Target:
         b_rows: rows of the pair's whole B, in the order of ``rows``.
         a_cols: columns of the pair's whole A, in the order of the local weight's columns.
         copies: how many ranks of the replica hold this very shard; what is summed over ranks is divided by it.
+        dynamic: the weight stays as it is, and the layer adds the low-rank product to its output.
     """
 
     weight: str
@@ -47,6 +57,7 @@ class Target:
     b_rows: tuple[Span, ...]
     a_cols: tuple[Span, ...]
     copies: int = 1
+    dynamic: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,8 +78,24 @@ class CannotLand(Exception):
     """A layer prefix exists in the model, but nothing can be merged into it; the text says why."""
 
 
+class Offloaded(Protocol):
+    """Weights that do not lie where merges are computed: written whole, one at a time, through memory that does."""
+
+    def blank(self, name: str) -> torch.Tensor:
+        """That memory, in a weight's shape and dtype and of no particular content; all weights share it."""
+
+    def opened(self, name: str) -> AbstractContextManager[torch.Tensor]:
+        """The live weight, in that memory; what it holds on leaving is live then."""
+
+
 class ModuleView(Protocol):
-    """One target module of the engine, as much of it as a merge needs."""
+    """One target module of the engine, as much of it as a merge needs.
+
+    Attributes:
+        branches: of dynamic targets; None where there are none.
+    """
+
+    branches: Branches | None
 
     def land(self, layer: str) -> Landing | None:
         """Where a pair of this layer prefix lands; None for a layer that the module does not have.
@@ -78,7 +105,10 @@ class ModuleView(Protocol):
         """
 
     def weight(self, name: str) -> torch.Tensor:
-        """The live local weight of that parameter name, ``[rows, columns]``, writable in place."""
+        """The live local weight of that parameter name, ``[rows, columns]``; written in place unless offloaded."""
+
+    def offloaded(self, names: Collection[str]) -> Offloaded | None:
+        """How these weights are written if that cannot be done in place; allocates all that it takes."""
 
     def layers(self) -> Sequence[str]:
         """Layer names that could be targets, for error messages."""
@@ -92,6 +122,8 @@ def whole_weight(weight: str, out_features: int, in_features: int) -> Landing:
 
 class LinearModule:
     """`ModuleView` of a plain torch module: its ``nn.Linear`` layers under their own names."""
+
+    branches = None
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -108,6 +140,9 @@ class LinearModule:
 
     def weight(self, name: str) -> torch.Tensor:
         return self._module.get_parameter(name).data
+
+    def offloaded(self, names: Collection[str]) -> None:
+        return None
 
     def layers(self) -> Sequence[str]:
         return sorted(self._linears)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Scratch, merge, scratch_for
+from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Scratch, Term, merge, scratch_for
 
-__all__ = ["MergeJob", "MergeStats", "Scratch", "merge", "scratch_for"]
+__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "merge", "scratch_for"]

@@ -11,7 +11,7 @@ memory half-way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,24 +22,38 @@ CHUNK_ELEMENTS = 2 * 2**20  # elements of one float64 temporary: 16 MiB; bounds 
 
 
 @dataclass(frozen=True, eq=False)
-class MergeJob:
-    """``out = base + scale * (b @ a)[b_rows][:, a_cols]``, for one target.
+class Term:
+    """``scale * (b @ a)[b_rows][:, a_cols]``: what one pair adds to a target.
 
     Attributes:
-        out: ``[rows, columns]``, the live rows; written in place.
-        base: ``[rows, columns]``, W0 of these rows, in ``out``'s dtype and on its device.
         a: ``[rank, in_features]``, whole. b: ``[out_features, rank]``, whole; any of the pair dtypes.
         scale: applied as a float32.
-        b_rows, a_cols: which rows of b and columns of a make ``out``, in its order.
+        b_rows, a_cols: which rows of b and columns of a make the target, in its order.
     """
 
-    out: torch.Tensor
-    base: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
     scale: float
     b_rows: tuple[Span, ...]
     a_cols: tuple[Span, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MergeJob:
+    """``out = base + the sum of all terms``, for one target.
+
+    In FP16 mode the terms are added one after the other, each sum rounded, as a trainer that merges one adapter after
+    the other does.
+
+    Attributes:
+        out: ``[rows, columns]``, the live rows; written in place.
+        base: ``[rows, columns]``, W0 of these rows, in ``out``'s dtype and on its device.
+        terms: at least one; their ranks and dtypes may differ.
+    """
+
+    out: torch.Tensor
+    base: torch.Tensor
+    terms: tuple[Term, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,9 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
     chunks = tuple(torch.empty(chunk, dtype=torch.float64, device=device) for _ in range(2))
     if precision is Precision.FP32:
         return Scratch(chunks, None)
-    product_bytes = max(job.b.shape[0] * job.a.shape[1] * job.out.element_size() for job in jobs)
+    product_bytes = max(
+        term.b.shape[0] * term.a.shape[1] * job.out.element_size() for job in jobs for term in job.terms
+    )
     return Scratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device))
 
 
@@ -100,7 +116,7 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
 
 def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:
     stats = MergeStats()
-    for out, update, exact in _chunks(job, job.a, job.b, scratch):
+    for out, update, exact in _chunks(job, job.terms, scratch):
         out.copy_(exact)
         stats += _stats(out, update, exact)
     return stats
@@ -108,30 +124,41 @@ def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:
 
 def _merge_fp16(job: MergeJob, scratch: Scratch) -> MergeStats:
     assert scratch.product is not None
-    dtype = job.out.dtype
-    a, b = job.a.to(job.out.device, dtype), job.b.to(job.out.device, dtype)
-    # The whole product, as a trainer computes it: a library may choose another summation order for another shape.
-    whole = scratch.product[: b.shape[0] * a.shape[1] * dtype.itemsize].view(dtype).view(b.shape[0], a.shape[1])
-    torch.mm(b, a, out=whole)
-    whole.mul_(job.scale)
-    torch.add(job.base, _take(_take(whole, job.b_rows, dim=0), job.a_cols, dim=1), out=job.out)
-    return sum((_stats(*chunk) for chunk in _chunks(job, a, b, scratch)), MergeStats())
+    device, dtype = job.out.device, job.out.dtype
+    terms = [replace(term, a=term.a.to(device, dtype), b=term.b.to(device, dtype)) for term in job.terms]
+    base = job.base
+    for term in terms:
+        # The whole product, as a trainer computes it: a library may choose another summation order for another shape.
+        rows, columns = term.b.shape[0], term.a.shape[1]
+        whole = scratch.product[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
+        torch.mm(term.b, term.a, out=whole)
+        whole.mul_(term.scale)
+        torch.add(base, _take(_take(whole, term.b_rows, dim=0), term.a_cols, dim=1), out=job.out)
+        base = job.out
+    return sum((_stats(*chunk) for chunk in _chunks(job, terms, scratch)), MergeStats())
 
 
 def _chunks(
-    job: MergeJob, a: torch.Tensor, b: torch.Tensor, scratch: Scratch
+    job: MergeJob, terms: Sequence[Term], scratch: Scratch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For some rows at a time: ``out``, ``scale * b @ a`` and ``base + scale * b @ a``, the latter two in float64."""
-    a = _take(a, job.a_cols, dim=1).to(job.out.device, torch.float64)
-    b = _take(b, job.b_rows, dim=0).to(job.out.device, torch.float64)
-    scale = float(torch.tensor(job.scale, dtype=torch.float32))
+    """For some rows at a time: ``out``, the sum of the terms, and ``base`` plus that sum, the latter two in float64."""
+    device = job.out.device
+    sides = []
+    for term in terms:
+        a = _take(term.a, term.a_cols, dim=1).to(device, torch.float64)
+        b = _take(term.b, term.b_rows, dim=0).to(device, torch.float64)
+        sides.append((b, a, float(torch.tensor(term.scale, dtype=torch.float32))))
     rows, columns = job.out.shape
     step = _chunk_rows(job)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         update, exact = (chunk[: (stop - start) * columns].view(-1, columns) for chunk in scratch.chunks)
-        torch.mm(b[start:stop], a, out=update)
-        update.mul_(scale)
+        for position, (b, a, scale) in enumerate(sides):
+            torch.mm(b[start:stop], a, out=exact if position else update)
+            if position:
+                update.add_(exact, alpha=scale)
+            else:
+                update.mul_(scale)
         torch.add(update, job.base[start:stop], out=exact)
         yield job.out[start:stop], update, exact
 

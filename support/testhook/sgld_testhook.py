@@ -83,7 +83,11 @@ def handle(gpu_worker: Any, body: dict) -> Any:
     mine: Any = None
     if body["action"] == "weights":
         mine = {
-            name: {"sha256": sha256(parameter), "shape": list(parameter.shape), "data_ptr": parameter.data_ptr()}
+            name: {
+                "sha256": sha256(parameter),
+                "shape": list(parameter.shape),
+                "data_ptr": getattr(parameter, "_local_tensor", parameter).data_ptr(),
+            }
             for name, parameter in gpu_worker.pipeline.modules[body["module"]].named_parameters()
         }
     elif body["action"] == "bytes":
@@ -99,7 +103,8 @@ def handle(gpu_worker: Any, body: dict) -> Any:
 def raw(parameter: Any) -> bytes:
     import torch
 
-    return parameter.data.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    local = getattr(parameter, "_local_tensor", parameter.data)  # FSDP: this rank's rows
+    return local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def sha256(parameter: Any) -> str:
@@ -126,7 +131,7 @@ def fail_once(stage: str) -> None:
         setattr(owner, name, once)
 
     if stage == "before_plan":
-        raising(worker, "_refuse_states")
+        raising(worker.states, "refuse")
     elif stage == "plan":
         raising(engine, "plan", after=True)
     elif stage == "commit":
@@ -137,13 +142,13 @@ def fail_once(stage: str) -> None:
     elif stage == "undo":
         raising(engine, "revert")
     elif stage == "silence":
-        original = worker._refuse_states
+        original = worker.states.refuse
 
         def slow(*args: Any) -> None:
-            del worker._refuse_states
+            del worker.states.refuse
             time.sleep(float(os.environ["SGLD_LORA_AGREEMENT_TIMEOUT_S"]) + 5)
             original(*args)
 
-        worker._refuse_states = slow
+        worker.states.refuse = slow
     else:
         raise ValueError(stage)

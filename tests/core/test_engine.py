@@ -34,6 +34,8 @@ def model(dtype=torch.float32, seed=0, layers=("x", "y", "z")):
 class FusedView:
     """A view over one fused weight of three sections, named as a sender names them or as a whole, and a plain one."""
 
+    branches = None
+
     def __init__(self, dtype=torch.float32, seed=0, copies=1):
         generator = torch.Generator().manual_seed(seed)
         self.weights = {
@@ -62,6 +64,9 @@ class FusedView:
 
     def weight(self, name):
         return self.weights[name]
+
+    def offloaded(self, names):
+        return None
 
     def layers(self):
         return ["attn.qkv", "out"]
@@ -111,7 +116,8 @@ def merged(base, update, b_rows=None, precision=Precision.FP32):
     """W' of one target from W0 and nothing else, by the kernel that test_reference.py checks."""
     out = torch.empty_like(base)
     rows = (b_rows or Span(0, update.b.shape[0]),)
-    job = kernels.MergeJob(out, base.detach(), update.a, update.b, update.scale, rows, (Span(0, WIDTH),))
+    term = kernels.Term(update.a, update.b, update.scale, rows, (Span(0, WIDTH),))
+    job = kernels.MergeJob(out, base.detach(), (term,))
     kernels.merge([job], precision, kernels.scratch_for([job], precision))
     return out
 
@@ -1122,3 +1128,87 @@ def test_after_any_sequence_every_weight_is_w0_plus_what_is_live(steps, precisio
         assert same(view.weights, expected_weights(base, live, precision)), (number, kind)
         assert engine.state("transformer").weight_version == version
         assert {p.layer for p in engine.state("transformer").pairs} == {p.layer for p, _ in live.values()}
+
+
+# several named adapters
+
+
+def two_adapters(engine, *, order=("style", "default")):
+    updates = {
+        "default": ModuleUpdate("transformer", [pair("x", seed=1), pair("y", seed=2)], whole=True),
+        "style": ModuleUpdate("transformer", [pair("y", seed=3, rank=5), pair("z", seed=4)], adapter="style"),
+    }
+    for name in order:
+        go_live(engine, updates[name])
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_adapters_add_up_whatever_order_they_came_in(precision):
+    """FP32: one rounding of the whole sum. FP16: what a trainer gets that adds one after the other, by name."""
+    net, other = model(torch.bfloat16), model(torch.bfloat16)
+    base = weights(net)[0, "y.weight"]
+    engine = engine_of(precision, transformer=net)
+    two_adapters(engine)
+    two_adapters(engine_of(precision, transformer=other), order=("default", "style"))
+    assert same(weights(net), weights(other))
+    first, second = pair("y", seed=2), pair("y", seed=3, rank=5)
+    if precision is Precision.FP16:
+        expected = merged(merged(base, first, precision=precision), second, precision=precision)
+    else:
+        scale = float(torch.tensor(0.7071, dtype=torch.float32))
+        update = scale * (first.b.double() @ first.a.double()) + scale * (second.b.double() @ second.a.double())
+        expected = (base.double() + update).to(torch.bfloat16)
+    assert torch.equal(net["y"].weight, expected)
+    assert len(engine.state("transformer").pairs) == 4
+
+
+def test_an_update_of_one_adapter_leaves_the_others():
+    net = model()
+    base = weights(net)
+    engine = engine_of(transformer=net)
+    two_adapters(engine)
+    go_live(engine, ModuleUpdate("transformer", [pair("x", seed=9)], whole=True))
+    assert torch.equal(net["x"].weight, merged(base[0, "x.weight"], pair("x", seed=9)))
+    assert torch.equal(net["y"].weight, merged(base[0, "y.weight"], pair("y", seed=3, rank=5)))
+    assert torch.equal(net["z"].weight, merged(base[0, "z.weight"], pair("z", seed=4)))
+
+
+def test_one_adapter_is_taken_out_and_comes_back():
+    net = model()
+    base = weights(net)
+    engine = engine_of(transformer=net)
+    two_adapters(engine)
+    both = weights(net)
+    plan = engine.plan_reset(adapter="style")
+    engine.commit(plan)
+    engine.settle(plan, "without")
+    assert torch.equal(net["y"].weight, merged(base[0, "y.weight"], pair("y", seed=2)))
+    assert torch.equal(net["z"].weight, base[0, "z.weight"])
+    assert set(engine.state("transformer").live) == {"default"}
+    back = engine.plan_rollback()
+    engine.commit(back)
+    engine.settle_rollback(back, {})
+    assert same(weights(net), both)
+    reset(engine)
+    assert same(weights(net), base)
+
+
+def test_an_adapter_that_is_not_there_cannot_be_taken_out():
+    net = model()
+    engine = engine_of(transformer=net)
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]))
+    with pytest.raises(ConflictError, match="no adapter 'style' is live; live are default"):
+        engine.plan_reset(adapter="style")
+
+
+def test_the_rounding_loss_of_several_adapters_is_that_of_their_sum():
+    net = model()
+    base = weights(net)[0, "y.weight"].double()
+    engine = engine_of(transformer=net)
+    first, second = pair("y", seed=1), pair("y", seed=2)
+    go_live(engine, ModuleUpdate("transformer", [first]))
+    stats = go_live(engine, ModuleUpdate("transformer", [second], adapter="style"))["transformer"]
+    scale = float(torch.tensor(0.7071, dtype=torch.float32))
+    update = scale * (first.b.double() @ first.a.double() + second.b.double() @ second.a.double())
+    assert stats.update_sq == pytest.approx(float(update.norm()) ** 2)
+    assert stats.lost_sq == pytest.approx(float((net["y"].weight.detach().double() - base - update).norm()) ** 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgld_lora_merge import kernels
-from sgld_lora_merge.kernels import MergeJob, MergeStats, reference
+from sgld_lora_merge.kernels import MergeJob, MergeStats, Term, reference
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span
 
@@ -38,7 +38,7 @@ def merge(base, a, b, scale, precision, *, b_rows=None, a_cols=None, out=None):
     a_cols = a_cols or (Span(0, a.shape[1]),)
     if out is None:
         out = torch.full_like(base, torch.nan, memory_format=torch.contiguous_format)
-    job = MergeJob(out, base, a, b, scale, b_rows, a_cols)
+    job = MergeJob(out, base, (Term(a, b, scale, b_rows, a_cols),))
     scratch = kernels.scratch_for([job], precision)
     if scratch is not None:  # what a scratch held before must not matter
         for chunk in scratch.chunks:
@@ -294,7 +294,7 @@ def test_scratch_is_bounded_by_the_chunk_and_serves_every_job(monkeypatch, preci
     for seed, shape in enumerate([(64, 16), (3, 40), (1, 300)]):
         base, a, b = layer(shape, 3, torch.bfloat16, seed=seed)
         out = torch.full_like(base, torch.nan)
-        jobs.append(MergeJob(out, base, a, b, 1.5, (Span(0, shape[0]),), (Span(0, shape[1]),)))
+        jobs.append(MergeJob(out, base, (Term(a, b, 1.5, (Span(0, shape[0]),), (Span(0, shape[1]),)),)))
         expected.append(merge(base, a, b, 1.5, precision)[0])
 
     scratch = kernels.scratch_for(jobs, precision)

@@ -224,7 +224,7 @@ def one(layer):
 
 def test_staged_pairs_are_copies_by_module():
     x, y, z = one("x"), one("y"), one("z")
-    staged = StagedPairs("u", {}, 0).with_bucket({"m": [x]}, 100).with_bucket({"m": [y], "n": [z]}, 100)
+    staged = StagedPairs("u", "default", {}, 0).with_bucket({"m": [x]}, 100).with_bucket({"m": [y], "n": [z]}, 100)
     x.a.fill_(7)
     assert {module: [pair.layer for pair in pairs] for module, pairs in staged.pairs.items()} == {
         "m": ["x", "y"],
@@ -236,7 +236,7 @@ def test_staged_pairs_are_copies_by_module():
 
 
 def test_staged_bytes_have_a_limit_and_a_bucket_beyond_it_leaves_no_trace():
-    staged = StagedPairs("u", {}, 0).with_bucket({"m": [one("x")]}, 16)
+    staged = StagedPairs("u", "default", {}, 0).with_bucket({"m": [one("x")]}, 16)
     with pytest.raises(TooMuchStaged, match="would stage 32 bytes, the limit is 31"):
         staged.with_bucket({"m": [one("y")]}, 31)
     assert staged.nbytes == 16

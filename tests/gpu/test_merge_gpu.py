@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.kernels import MergeJob, merge, scratch_for
+from sgld_lora_merge.kernels import MergeJob, Term, merge, scratch_for
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import LinearModule, Span
@@ -29,7 +29,7 @@ def draw(shape, rank, dtype, factor_dtype):
 
 def merged(base, a, b, scale, precision):
     out = torch.full_like(base, float("nan"))
-    job = MergeJob(out, base, a, b, scale, (Span(0, base.shape[0]),), (Span(0, base.shape[1]),))
+    job = MergeJob(out, base, (Term(a, b, scale, (Span(0, base.shape[0]),), (Span(0, base.shape[1]),)),))
     (stats,) = merge([job], precision, scratch_for([job], precision))
     return out, stats
 

@@ -35,6 +35,11 @@ class GpuEngine:
                 "lora_rank": 4} | fields  # fmt: skip
         return self.server.post("/update_weights_from_tensor", body)
 
+    def full_update(self, tensors):
+        payload, self.sent = pack({"transformer": tensors})
+        body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}
+        return self.server.post("/update_weights_from_tensor", body)
+
     def holds(self, adapter, scale=1.5, merge=lora.merge_fp16):
         merged = lora.merged(self.targets, adapter, scale, merge)
         cpu = {layer: weight.cpu() for layer, weight in merged.items()}

@@ -7,7 +7,8 @@ import time
 from server_patches.record import Record
 from sgld_lora_merge.staging import Bucket
 
-OUTPUT = {"snapshot": {"transformer": {"state": "merged"}}, "failed": None, "staged_bytes": 5, "differing": None}
+OUTPUT = {"snapshot": {"transformer": {"state": "merged"}}, "failed": None, "staged_bytes": 5, "sleeping": False,
+          "differing": None}  # fmt: skip
 
 
 def test_an_empty_record_says_that_nothing_is_known():

@@ -16,7 +16,7 @@ MODULE = {"state": "merged", "weight_version": "1", "layers": 2, "rank": 4, "sca
 def output(status=200, message="ok", **fields):
     return {
         "status": status, "message": message, "payload_opened": [True], "snapshot": {"transformer": MODULE},
-        "failed": None, "staged_bytes": 0,
+        "failed": None, "staged_bytes": 0, "staged_update": None, "sleeping": False,
     } | fields  # fmt: skip
 
 

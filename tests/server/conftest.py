@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ class Engine:
     def adapter(self, seed: int = 1, **kwargs: Any) -> lora.Adapter:
         return lora.random_adapter(self.targets, seed=seed, **kwargs)
 
-    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> dict[str, Any]:
+    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> dict[str, Any]:
         """Body of an update with a fresh payload; ``None`` takes a field out."""
         tensors = lora.named(adapter) if isinstance(adapter, dict) else adapter
         payload, self.sent = pack({"transformer": tensors})
@@ -50,7 +51,7 @@ class Engine:
     def send(self, body: dict[str, Any]) -> httpx.Response:
         return self.server.post("/update_weights_from_tensor", body)
 
-    def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], **fields: Any) -> httpx.Response:
+    def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> httpx.Response:
         return self.send(self.fields(adapter, **fields))
 
     def reset(self) -> None:
@@ -85,13 +86,30 @@ def zimage_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.zimage(tmp_path_factory.mktemp("zimage"))
 
 
+Serve = Callable[..., AbstractContextManager[Engine]]
+
+
 @pytest.fixture(scope="session")
-def zimage_session(zimage_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Z-Image, one worker, fp32 mode, bfloat16 weights."""
-    folder = tmp_path_factory.mktemp("zimage_server")
-    with server.running(zimage_checkpoint, "Z-Image", folder, env={"PYTHONPATH": str(TESTHOOK)}) as running:
-        assert "Loaded transformer: ZImageTransformer2DModel (sgl-diffusion version)" in running.log.read_text()
-        yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
+def serve_zimage(zimage_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Starts Z-Image with any arguments: fp32 mode, bfloat16 weights."""
+
+    @contextmanager
+    def serve(*arguments: str, **env: str) -> Iterator[Engine]:
+        folder = tmp_path_factory.mktemp("zimage_server")
+        hooked = {"PYTHONPATH": str(TESTHOOK), **env}
+        with server.running(zimage_checkpoint, "Z-Image", folder, arguments=arguments, env=hooked) as running:
+            native = r"Loaded transformer: (FSDP)?ZImageTransformer2DModel \(sgl-diffusion version\)"
+            assert re.search(native, running.log.read_text())
+            yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def zimage_session(serve_zimage: Serve) -> Iterator[Engine]:
+    """One worker."""
+    with serve_zimage("--num-gpus", "1") as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -131,13 +149,10 @@ def sd3_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]
 
 
 @pytest.fixture(scope="module")
-def tp2_session(zimage_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Z-Image over two workers (tp 2, gloo), fp32 mode."""
-    folder = tmp_path_factory.mktemp("tp2_server")
-    env = {"PYTHONPATH": str(TESTHOOK), "OMP_NUM_THREADS": "1"}
-    arguments = ("--num-gpus", "2", "--tp-size", "2")
-    with server.running(zimage_checkpoint, "Z-Image", folder, arguments=arguments, env=env) as running:
-        yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
+def tp2_session(serve_zimage: Serve) -> Iterator[Engine]:
+    """Two workers (tp 2, gloo)."""
+    with serve_zimage("--num-gpus", "2", "--tp-size", "2", OMP_NUM_THREADS="1") as engine:
+        yield engine
 
 
 @pytest.fixture

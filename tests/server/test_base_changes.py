@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -96,18 +97,92 @@ def test_conditioning_caches_follow_an_update(zimage):
     assert zimage.server.image("a dog") == first
 
 
-def test_an_adapter_of_sglangs_own_starts_from_the_base_and_then_keeps_ours_out(sd3_of_its_own, tmp_path):
-    """``/v1/set_lora`` after an update of ours: its snapshot is W0, not W'. The layers then stay wrapped."""
-    sd3 = sd3_of_its_own
-    base = lora.checksums(sd3.to_engine(sd3.targets))
-    sd3.update(sd3.adapter(seed=1))
-    layer, (a, b) = next(iter(sd3.adapter(seed=2).items()))
+@pytest.fixture
+def own_adapter(sd3_of_its_own, tmp_path):
+    """An adapter folder that sglang itself can load, of one layer."""
+    layer, (a, b) = next(iter(sd3_of_its_own.adapter(seed=2).items()))
     save_file({f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "peft_type": "LORA"}))
-    answer = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(tmp_path)})
+    return tmp_path
+
+
+def wrapped(checksums):
+    """The names that sglang's parameters have once it has wrapped their layers."""
+    return {name.replace(".weight", ".base_layer.weight"): checksum for name, checksum in checksums.items()}
+
+
+def test_an_adapter_of_sglangs_own_before_and_after_ours(sd3_of_its_own, own_adapter):
+    """``/v1/set_lora`` starts from W0, not from W', and keeps ours out while it is in force."""
+    sd3 = sd3_of_its_own
+    base = lora.checksums(sd3.to_engine(sd3.targets))
+    sd3.update(sd3.adapter(seed=1), weight_version="ours")
+
+    missing = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(own_adapter / "nothing")})
+    assert missing.status_code == 500
+    assert sd3.status()["modules"]["transformer"]["weight_version"] == "ours"
+    sd3.holds(wrapped(sd3.expect(sd3.adapter(seed=1))))
+
+    answer = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(own_adapter)})
     assert answer.status_code == 200, answer.text
-    assert sd3.server.post("/v1/unmerge_lora_weights").status_code == 200
-    sd3.holds({name.replace(".weight", ".base_layer.weight"): checksum for name, checksum in base.items()})
+    assert sd3.status()["modules"]["transformer"]["state"] == "base"
+    assert "an adapter of sglang's own replaces weight_version 'ours'" in sd3.server.log.read_text()
     refused = sd3.update(sd3.adapter(seed=1))
     assert refused.status_code == 409
     assert "set_lora" in refused.json()["message"]
+
+    assert sd3.server.post("/v1/unmerge_lora_weights").status_code == 200
+    sd3.holds(wrapped(base))
+    adapter = sd3.adapter(seed=3)
+    assert sd3.update(adapter).status_code == 200
+    sd3.holds(wrapped(sd3.expect(adapter)))
+    assert sd3.server.post("/v1/merge_lora_weights").status_code == 200  # sglang's own again: it too starts from W0
+    assert sd3.server.post("/v1/unmerge_lora_weights").status_code == 200
+    sd3.holds(wrapped(base))
+
+
+def test_fault_11_sglangs_lora_routes_know_what_is_live(zimage):
+    def listed():
+        return zimage.server.client.get("/v1/list_loras").json()
+
+    assert listed()["active"] == {}
+    zimage.update(zimage.adapter(seed=1), weight_version="7")
+    (active,) = listed()["active"]["transformer"]
+    assert (active["nickname"], active["merged"], active["weight_version"]) == ("default", True, "7")
+    assert listed()["loaded_adapters"] == [{"nickname": "default", "path": None}]
+
+    assert zimage.server.post("/v1/merge_lora_weights").status_code == 200  # nothing of sglang's own: ours stays
+    zimage.holds(zimage.expect(zimage.adapter(seed=1)))
+
+    assert zimage.server.post("/v1/unmerge_lora_weights").status_code == 200
+    zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
+    assert listed()["active"] == {}
+    assert zimage.status()["modules"]["transformer"]["state"] == "base"
+    assert zimage.server.post("/lora_merge/rollback").status_code == 200
+    zimage.holds(zimage.expect(zimage.adapter(seed=1)))
+
+
+def test_an_engine_that_cannot_go_to_sleep_keeps_what_is_live(zimage):
+    """Sleep needs CUDA: the release fails here, after W0 went back into the parameters. Asleep: tests/gpu."""
+    adapter = zimage.adapter(seed=1)
+    zimage.update(adapter, weight_version="7")
+    weights, image = zimage.testhook("weights", module="transformer"), zimage.server.image()
+    assert zimage.server.post("/release_memory_occupation").status_code == 500
+    assert (zimage.testhook("weights", module="transformer"), zimage.server.image()) == (weights, image)
+    status = zimage.status()
+    assert (status["sleeping"], status["modules"]["transformer"]["weight_version"]) == (False, "7")
+    zimage.reset()
+    zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
+
+
+def test_buckets_that_were_staged_before_a_sleep_are_gone(zimage):
+    """The sender hears of it with its next bucket; the engine does not go live with half an update."""
+    adapter = zimage.adapter(seed=1)
+    half = {layer: pair for layer, pair in adapter.items() if "layers.0" in layer}
+    rest = {layer: pair for layer, pair in adapter.items() if layer not in half}
+    place = {"update_id": "sleeper", "num_buckets": 2}
+    assert zimage.update(half, bucket_index=0, **place).status_code == 200
+    zimage.server.post("/release_memory_occupation")
+    answer = zimage.update(rest, bucket_index=1, **place)
+    assert answer.status_code == 409
+    assert "the engine went to sleep" in answer.json()["message"]
+    zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
