@@ -122,6 +122,20 @@ def patches() -> tuple[Patch, ...]:
             "the stamp has to reach the HTTP answer, and sglang's own weight routes change what the status must show",
             "sglang announces weight loads to plugins",
         ),
+        *(
+            Patch(
+                _ROOT + f"entrypoints.openai.stores.AsyncDictStore.{name}",
+                "AROUND",
+                hook,
+                "a job's or a file's later requests do not say which weights made it",
+                "sglang reports a weight_version",
+            )
+            for name, hook in (
+                ("upsert", hooks.keep_stamp),
+                ("update_fields", hooks.keep_stamp),
+                ("get", hooks.note_stamp),
+            )
+        ),
     )
 
 

@@ -57,7 +57,7 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     if _worker is None:
         return original(module, *args, **kwargs)
-    with _worker.states.base_weights_change(module):
+    with _worker.base_weights_change(module):
         return original(module, *args, **kwargs)
 
 
@@ -109,17 +109,33 @@ def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
     stamp_output(output)
 
 
+async def keep_stamp(
+    original: Callable[..., Awaitable[Any]], store: Any, key: str, fields: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    from server_patches.versions import keep
+
+    keep(fields)
+    return await original(store, key, fields, *args, **kwargs)
+
+
+async def note_stamp(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    from server_patches.versions import note_kept
+
+    item = await original(*args, **kwargs)
+    note_kept(item)
+    return item
+
+
 async def notice_answer(
     original: Callable[..., Awaitable[Any]], client: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
 
-    from server_patches.requests import MergeReq
     from server_patches.versions import note
 
     result = await original(client, batch, *args, **kwargs)
     if not isinstance(batch, _CONTROL_REQ_TYPES):
         note(result)
-    elif _routes is not None and not isinstance(batch, MergeReq):
+    elif _routes is not None:
         await _routes.refresh()
     return result

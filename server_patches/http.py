@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,11 +16,13 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 
 from server_patches import metrics
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
+from server_patches.journal import Entry, line
 from server_patches.record import Record, digest
+from server_patches.replicas import NoAnswer, Replicas
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
-from server_patches.versions import VersionHeader, header_value
+from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.engine import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
@@ -42,33 +45,25 @@ from sgld_lora_merge.staging import Bucket
 
 logger = logging.getLogger(__name__)
 
+Answer = tuple[int, dict[str, Any]]  # HTTP status and JSON body
+
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
 STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
 
 
-class NoAnswer(LoraMergeError):
-    """The workers were asked and did not answer; what they did is not known."""
-
-    reason = "no_answer"
-
-
 class MergeRoutes:
     """All routes of one server process.
 
     Args:
-        ask: sends a request to the workers and returns rank 0's output.
-        dp_size: replicas of the engine.
+        replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
     """
 
-    def __init__(
-        self, ask: Callable[[MergeReq], Awaitable[dict[str, Any]]], dp_size: int, staging_timeout_s: float
-    ) -> None:
+    def __init__(self, replicas: Replicas, staging_timeout_s: float) -> None:
         self.record = Record()
-        self._ask_workers = ask
-        self._dp_size = dp_size
+        self._replicas = replicas
         self._staging_timeout_s = staging_timeout_s
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -94,31 +89,31 @@ class MergeRoutes:
 
     async def update(self, request: Request) -> JSONResponse:
         """Update weights: LoRA pairs to merge, or full weights."""
-        return await _whole(self._update(request))
+        return await self._whole("update", partial(self._update, request))
 
     async def status(self) -> JSONResponse:
         """What is live in every module, from this process's record; it answers during a generation too."""
-        return JSONResponse(self.record.status(), status_code=200 if self.record.failed is None else 503)
+        return JSONResponse(self.record.status(), status_code=200 if self.record.problem is None else 503)
 
     async def reset(self, request: Request) -> JSONResponse:
         """Bring the base weights back, bit for bit."""
-        return await _whole(self._asked(request, ResetRequest, self._reset))
+        return await self._whole("reset", partial(self._asked, request, ResetRequest, self._reset))
 
     async def rollback(self, request: Request) -> JSONResponse:
         """Bring back what was live before the last update or reset, scales included; one step is kept."""
-        return await _whole(self._asked(request, RollbackRequest, self._rollback))
+        return await self._whole("rollback", partial(self._asked, request, RollbackRequest, self._rollback))
 
     async def commit(self, request: Request) -> JSONResponse:
         """Let a complete update go live that was sent with ``commit: false``."""
-        return await _whole(self._asked(request, TransactionRequest, self._commit))
+        return await self._whole("commit", partial(self._asked, request, TransactionRequest, self._commit))
 
     async def abort(self, request: Request) -> JSONResponse:
         """Drop an update that is not live yet."""
-        return await _whole(self._asked(request, TransactionRequest, self._abort))
+        return await self._whole("abort", partial(self._asked, request, TransactionRequest, self._abort))
 
     async def verify(self, request: Request) -> JSONResponse:
         """Compare what is live with what it should be, whole layers by checksum or single elements."""
-        return await _whole(self._asked(request, VerifyRequest, self._verify))
+        return await self._whole("verify", partial(self._asked, request, VerifyRequest, self._verify))
 
     async def metrics(self) -> Response:
         """Prometheus text, from this process's record."""
@@ -129,40 +124,54 @@ class MergeRoutes:
         info = await http_server.model_info_endpoint(request)
         versions = {name: module["weight_version"] for name, module in self.record.modules.items()}
         live = {name: version for name, version in versions.items() if version is not None}
-        return JSONResponse({**info, "weight_version": header_value(live) if live else None, "weight_versions": live})
+        return JSONResponse({**info, "weight_version": version_text(live) if live else None, "weight_versions": live})
 
     async def upload(self, request: Request) -> JSONResponse:
         """Update weights from a safetensors file in the body: a trainer on another machine, or curl."""
-        return await _whole(self._upload(request))
+        return await self._whole("upload", partial(self._upload, request))
 
     async def refresh(self) -> None:
         """Ask the workers for their state; it waits behind a running generation."""
-        try:
-            output = await self._ask(MergeReq([], operation="status"))
-            open_id = self.record.ledger.open_id
-            if open_id is not None and open_id != output["staged_update"]:
-                self.record.ledger.abandon(open_id, "the engine went to sleep")
-        except Exception as error:
-            logger.warning("the workers' LoRA merge state is not known: %s", error)
+        async with self._one_at_a_time:  # between the replicas' steps of an update they differ, rightly
+            try:
+                output = await self._ask(MergeReq([], operation="status"))
+                open_id = self.record.ledger.open_id
+                if open_id is not None and open_id != output["staged_update"]:
+                    self.record.ledger.abandon(open_id, "the engine went to sleep")
+            except Exception as error:
+                logger.warning("the workers' LoRA merge state is not known: %s", error)
 
-    async def _update(self, request: Request) -> JSONResponse:
+    async def _whole(self, event: str, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
+        """Run to the end even if the client goes away: the record must know what became of an update."""
+        return await asyncio.shield(asyncio.ensure_future(self._written_down(Entry(event), work)))
+
+    async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
+        status, answer = await work(entry)
+        if entry.reason is not None:
+            self.record.failure(entry.reason)
+        logger.info("%s", line(entry, status, answer))
+        return JSONResponse(answer, status_code=status)
+
+    async def _update(self, request: Request, entry: Entry) -> Answer:
         payloads = 0
         try:
             body = await request.body()
+            entry.nbytes = len(body)
             update, ignored = parse_fields(UpdateRequest, parse_json(body))
+            entry.update_id, entry.weight_version = update.update_id, update.weight_version
             payloads = len(update.serialized_named_tensors)
             check_update(update)
-            self._refuse_replicas()
-            return await self._apply(_to_workers(update), _bucket_of(update, body), len(body), ignored)
+            return await self._apply(_to_workers(update), _bucket_of(update, body), entry, ignored)
         except LoraMergeError as error:
-            return self._refused(error, payloads)
+            return _refused(error, entry, payloads)
 
-    async def _upload(self, request: Request) -> JSONResponse:
+    async def _upload(self, request: Request, entry: Entry) -> Answer:
         try:
             query, ignored = parse_fields(UploadQuery, dict(request.query_params))
+            entry.update_id, entry.weight_version = query.update_id, query.weight_version
             check_upload(query)
-            self._refuse_replicas()
             async with received(request.stream()) as upload:
+                entry.nbytes = upload.nbytes
                 req = MergeReq(
                     serialized_named_tensors=[],
                     target_modules=[query.target_module],
@@ -177,34 +186,32 @@ class MergeRoutes:
                 terms = query.model_dump()
                 name = query.update_id
                 bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms) if name is not None else None
-                return await self._apply(req, bucket, upload.nbytes, ignored)
+                return await self._apply(req, bucket, entry, ignored)
         except LoraMergeError as error:
-            return self._refused(error, payloads=0)
+            return _refused(error, entry, payloads=0)
 
-    def _refused(self, error: LoraMergeError, payloads: int) -> JSONResponse:
-        """The answer to an update that did not reach the workers, or that they did not answer."""
-        self.record.failure(error.reason)
-        if isinstance(error, NoAnswer):
-            return _error(error.status, str(error))
-        return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
-
-    async def _apply(self, req: MergeReq, bucket: Bucket | None, nbytes: int, ignored: list[str]) -> JSONResponse:
+    async def _apply(self, req: MergeReq, bucket: Bucket | None, entry: Entry, ignored: list[str]) -> Answer:
         """Send an update, or a bucket of one, to the workers, and keep the books."""
         async with self._one_at_a_time:
             if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
-                return JSONResponse(answered)
+                entry.repeated = True
+                return 200, answered
             state = "live" if bucket is None else self.record.ledger.next_state(bucket)
             req.goes_live = state == "live"
             req.continues = bucket is not None and self.record.ledger.open_id == bucket.update_id
             output = await self._ask(req)
             if output["status"] != 200:
-                self.record.failure(output["reason"])
+                entry.reason = output["reason"]
                 return _error(output["status"], output["message"], output["payload_opened"])
             answer = _update_answer(req, output, ignored)
             if bucket is not None:
                 self._accept(bucket, answer)
-            self.record.received(nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
-            return JSONResponse(answer)
+            if state == "live":
+                ended = "replaced" if req.is_whole_adapter or req.is_full_update else None
+                adapter = None if req.is_full_update else req.adapter
+                self.record.ledger.step(answer.get("modules") or req.target_modules, ended, req.update_id, adapter)
+            self.record.received(entry.nbytes, live=state == "live", timings_ms=answer.get("timings_ms"))
+            return 200, answer
 
     def _accept(self, bucket: Bucket, answer: dict[str, Any]) -> None:
         """Record an accepted bucket, say which update it put an end to, and give the next one its time."""
@@ -231,48 +238,57 @@ class MergeRoutes:
                 self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")
 
     async def _asked(
-        self, request: Request, model: type[Model], act: Callable[[Model], Awaitable[dict[str, Any]]]
-    ) -> JSONResponse:
+        self,
+        request: Request,
+        model: type[Model],
+        act: Callable[[Model, Entry], Awaitable[dict[str, Any]]],
+        entry: Entry,
+    ) -> Answer:
         """A route without a payload: parse, act, answer."""
         try:
             fields, ignored = parse_fields(model, parse_json(await request.body() or b"{}"))
-            self._refuse_replicas()
             async with self._one_at_a_time:
-                return JSONResponse({**await act(fields), "ignored_fields": ignored})
+                return 200, {**await act(fields, entry), "ignored_fields": ignored}
         except LoraMergeError as error:
-            self.record.failure(error.reason)
+            entry.reason = error.reason
             return _error(error.status, str(error))
 
-    async def _reset(self, fields: ResetRequest) -> dict[str, Any]:
-        return _merge_answer(
-            await self._good(
-                MergeReq([], operation="reset", target_modules=fields.target_modules, adapter=fields.adapter)
-            )
-        )
+    async def _reset(self, fields: ResetRequest, _: Entry) -> dict[str, Any]:
+        req = MergeReq([], operation="reset", target_modules=fields.target_modules, adapter=fields.adapter)
+        answer = _merge_answer(await self._good(req))
+        if answer["modules"]:
+            self.record.ledger.step(answer["modules"], "reset", adapter=fields.adapter)
+        return answer
 
-    async def _rollback(self, _: RollbackRequest) -> dict[str, Any]:
-        return _merge_answer(await self._good(MergeReq([], operation="rollback")))
+    async def _rollback(self, _: RollbackRequest, __: Entry) -> dict[str, Any]:
+        answer = _merge_answer(await self._good(MergeReq([], operation="rollback")))
+        self.record.ledger.rolled_back()
+        return answer
 
-    async def _commit(self, fields: TransactionRequest) -> dict[str, Any]:
+    async def _commit(self, fields: TransactionRequest, entry: Entry) -> dict[str, Any]:
         ledger = self.record.ledger
+        entry.update_id = fields.update_id
         if (answered := ledger.to_commit(fields.update_id)) is not None:
+            entry.repeated = True
             return answered
-        version = ledger.updates[fields.update_id].terms["weight_version"]
-        req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=version)
+        entry.weight_version = ledger.updates[fields.update_id].terms["weight_version"]
+        req = MergeReq([], operation="commit", update_id=fields.update_id, weight_version=entry.weight_version)
         answer = _merge_answer(await self._good(req))
         ledger.committed(fields.update_id, answer)
+        ledger.step(answer["modules"], "replaced", fields.update_id, ledger.updates[fields.update_id].adapter)
         self.record.received(0, live=True, timings_ms=answer["timings_ms"])
         self._start_timer()
         return answer
 
-    async def _abort(self, fields: TransactionRequest) -> dict[str, Any]:
+    async def _abort(self, fields: TransactionRequest, entry: Entry) -> dict[str, Any]:
+        entry.update_id = fields.update_id
         self.record.ledger.check_abort(fields.update_id)
         output = await self._good(MergeReq([], operation="abort", update_id=fields.update_id))
         self.record.ledger.abandon(fields.update_id, "its sender aborted it")
         self._start_timer()
         return {"success": True, "message": output["message"]}
 
-    async def _verify(self, fields: VerifyRequest) -> dict[str, Any]:
+    async def _verify(self, fields: VerifyRequest, _: Entry) -> dict[str, Any]:
         expected = {
             m: {layer: each.model_dump() for layer, each in layers.items()} for m, layers in fields.modules.items()
         }
@@ -299,27 +315,23 @@ class MergeRoutes:
         return output
 
     async def _ask(self, req: MergeReq) -> dict[str, Any]:
-        output = await self._ask_workers(req)
+        output = await self._replicas.ask(req)
         self.record.heard(output)
         if output["failed"] is not None:
             # sglang's own way of saying so: /health and every POST answer 503 from now on
             async_scheduler_client.mark_failed(output["failed"])
         return output
 
-    def _refuse_replicas(self) -> None:
-        if self._dp_size > 1:
-            raise RequestError(f"--dp-size {self._dp_size}: updates of several replicas are not built yet")
-
 
 def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
     timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
-    routes = MergeRoutes(_ask_scheduler, server_args.dp_size, timeout_s)
+    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s)
     app.state.sgld_lora_merge = routes
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())
-    app.add_middleware(VersionHeader)
+    app.add_middleware(VersionTeller)
     app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     remove_leftovers()
@@ -335,9 +347,15 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-async def _ask_scheduler(req: MergeReq) -> dict[str, Any]:
+async def _ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
+    """Ask one replica; sglang's own fan-out tells only one replica's answer.
+
+    Raises:
+        NoAnswer: it did not answer.
+    """
+    client = async_scheduler_client
     try:
-        response = await async_scheduler_client.forward(req)
+        response = await client._forward_one(client.server_args.scheduler_endpoint_for(replica), req, None)
     except Exception as error:
         raise NoAnswer(
             f"the workers did not answer: {error}. What became of the request is not known: see {STATUS_ROUTE}, and "
@@ -397,12 +415,13 @@ def _as_error(output: dict[str, Any]) -> LoraMergeError:
     return error
 
 
-def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> JSONResponse:
-    return JSONResponse(
-        ErrorAnswer(message=message, payload_opened=payload_opened or []).model_dump(), status_code=status
-    )
+def _refused(error: LoraMergeError, entry: Entry, payloads: int) -> Answer:
+    """The answer to an update that did not reach the workers, or that they did not answer."""
+    entry.reason = error.reason
+    if isinstance(error, NoAnswer):
+        return _error(error.status, str(error))
+    return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
 
-async def _whole(work: Any) -> JSONResponse:
-    """Run to the end even if the client goes away: the record must know what became of an update."""
-    return await asyncio.shield(asyncio.ensure_future(work))
+def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> Answer:
+    return status, ErrorAnswer(message=message, payload_opened=payload_opened or []).model_dump()

@@ -96,6 +96,15 @@ class Phases:
             return {
                 part.module: sum((each.stats[part.module] for each in verdicts), MergeStats()) for part in plan.modules
             }
+        self.revert(plan, told(verdicts))
+        raise Refused(verdicts)
+
+    def revert(self, plan: Plan, why: str) -> None:
+        """Undo a commit on every rank.
+
+        Raises:
+            NotTogether: not all could; the message begins with ``why``.
+        """
         undone = Verdict()
         try:
             with self._weights_change(plan):
@@ -106,10 +115,8 @@ class Phases:
         undone_everywhere = self.agree(undone, written=True)
         if any(each.status for each in undone_everywhere):
             raise NotTogether(
-                f"{told(verdicts)}; then the previous weights could not be restored: {told(undone_everywhere)}: "
-                "restart the engine"
+                f"{why}; then the previous weights could not be restored: {told(undone_everywhere)}: restart the engine"
             )
-        raise Refused(verdicts)
 
     def agree(self, verdict: Verdict, *, written: bool = False) -> list[Verdict]:
         own = f"; this rank: {summarise(verdict.faults)}" if verdict.faults else ""

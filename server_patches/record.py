@@ -21,6 +21,7 @@ class Record:
     modules: dict[str, Any] = field(default_factory=dict)
     as_of: float | None = None
     failed: str | None = None
+    differing: str | None = None
     staged_bytes: int = 0
     sleeping: bool = False
     live_updates: int = 0
@@ -33,6 +34,12 @@ class Record:
         """Take in a worker's report of its modules' state."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
         self.staged_bytes, self.sleeping = output["staged_bytes"], output["sleeping"]
+        self.differing = output["differing"]
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine's answers cannot be trusted; None where they can."""
+        return self.failed or self.differing
 
     def failure(self, reason: str) -> None:
         self.failures[reason] += 1
@@ -48,8 +55,8 @@ class Record:
         """The body of ``GET /lora_merge/status``; times are seconds since the epoch."""
         last = list(self.ledger.updates.items())[-SHOWN_UPDATES:]
         return {
-            "success": self.failed is None,
-            "message": self.failed or "ok",
+            "success": self.problem is None,
+            "message": self.problem or "ok",
             "modules": self.modules,
             "totals": {"updates": self.live_updates, "failures": dict(self.failures), "bytes": self.payload_bytes},
             "staged_bytes": self.staged_bytes,

@@ -1,15 +1,22 @@
-"""Which weights made a generation: stamped by the worker when it runs, told in a header of the answer."""
+"""Which weights made a generation: stamped by the worker when it runs, told with the answer and with later ones.
+
+The answer has it in a header, and a JSON object also as its first field. sglang keeps jobs and files in stores, from
+which later requests are answered; the stamp is kept there too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "x-weight-version"
-ATTRIBUTE = "sgld_weight_versions"  # on the output that a worker sends back
+FIELD = "weight_version"
+ATTRIBUTE = "sgld_weight_versions"  # on the output that a worker sends back, and in an item of a store
 
 # What the workers stamped on the outputs that the current HTTP request has waited for, by module.
 _stamped: ContextVar[dict[str, str] | None] = ContextVar("stamped", default=None)
@@ -28,15 +35,49 @@ def note(output: Any) -> None:
         stamped.update(getattr(output, ATTRIBUTE, None) or {})
 
 
-def header_value(versions: Mapping[str, str]) -> str:
-    """One version where all modules have the same, else ``module=version`` for each; printable ASCII."""
+def keep(item: MutableMapping[str, Any]) -> None:
+    """In the HTTP process: stamp what a store keeps of the request at hand, or of the job that it began."""
+    if stamped := _stamped.get():
+        item[ATTRIBUTE] = dict(stamped)
+
+
+def note_kept(item: Mapping[str, Any] | None) -> None:
+    """Remember the stamp of a store's item for the answer to the request at hand."""
+    stamped = _stamped.get()
+    if stamped is not None and item is not None:
+        stamped.update(item.get(ATTRIBUTE) or {})
+
+
+def version_text(versions: Mapping[str, str]) -> str:
+    """One version where all modules have the same, else ``module=version`` for each."""
     values = set(versions.values())
-    text = values.pop() if len(values) == 1 else ", ".join(f"{name}={v}" for name, v in sorted(versions.items()))
-    return "".join(c if " " <= c <= "~" else "?" for c in text)
+    return values.pop() if len(values) == 1 else ", ".join(f"{name}={v}" for name, v in sorted(versions.items()))
 
 
-class VersionHeader:
-    """ASGI middleware: ``x-weight-version`` on every answer that generated something; none with base weights."""
+def header_value(versions: Mapping[str, str]) -> str:
+    """`version_text` in printable ASCII."""
+    return "".join(c if " " <= c <= "~" else "?" for c in version_text(versions))
+
+
+def with_field(start: Message, body: Message, version: str) -> tuple[Message, Message]:
+    """The two messages of an answer, with the field in front of all others if it is a JSON object of a success.
+
+    Written into the bytes, since an answer may hold megabytes of images, and sglang's models drop fields of others.
+    """
+    headers = MutableHeaders(raw=list(start["headers"]))
+    content = body.get("body", b"")
+    is_object = headers.get("content-type") == "application/json" and content.startswith(b'{"')
+    if start["status"] != 200 or not is_object:
+        return start, body
+    field = f'{{"{FIELD}":{json.dumps(version)},'.encode()
+    whole = b"".join((field, memoryview(content)[1:]))
+    if "content-length" in headers:
+        headers["content-length"] = str(int(headers["content-length"]) + len(whole) - len(content))
+    return {**start, "headers": headers.raw}, {**body, "body": whole}
+
+
+class VersionTeller:
+    """ASGI middleware: version header and field of every answer that tells of a generation; none with base weights."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,13 +89,19 @@ class VersionHeader:
         stamped: dict[str, str] = {}
         token = _stamped.set(stamped)
 
-        async def with_header(message: Message) -> None:
+        held: list[Message] = []  # the start of an answer, until its body begins
+
+        async def told(message: Message) -> None:
             if message["type"] == "http.response.start" and stamped:
                 header = (HEADER.encode(), header_value(stamped).encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                held.append({**message, "headers": [*message.get("headers", ()), header]})
+                return
+            if held:
+                start, message = with_field(held.pop(), message, version_text(stamped))
+                await send(start)
             await send(message)
 
         try:
-            await self._app(scope, receive, with_header)
+            await self._app(scope, receive, told)
         finally:
             _stamped.reset(token)

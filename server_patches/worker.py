@@ -11,8 +11,9 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBa
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from torch import nn
 
 from server_patches.checking import verify
 from server_patches.clock import Clock
@@ -31,13 +33,12 @@ from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from server_patches.warnings import Warnings
 from sgld_lora_merge.adapter_file import read_adapter
-from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleUpdate, Plan
+from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
-from sgld_lora_merge.protocol import LORA_MERGE
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
 from sgld_lora_merge.unpickler import PayloadReader
 
@@ -46,6 +47,16 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_STAGED_MB = 16384.0
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a change can be taken back to, until the next one; ``plan`` where it has written weights."""
+
+    states: dict[str, ModuleState]
+    staged: StagedPairs | None
+    timings: dict[str, dict[str, float]]
+    plan: Plan | None = None
 
 
 class MergeWorker:
@@ -71,6 +82,8 @@ class MergeWorker:
         self._staged: StagedPairs | None = None
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
+        self._prepared: tuple[Any, Clock] | None = None  # a plan that waits for the other replicas
+        self._before: _Before | None = None
         self._warnings = Warnings()
 
     # requests
@@ -78,7 +91,7 @@ class MergeWorker:
     def handle(self, reqs: list[MergeReq]) -> OutputBatch:
         """The scheduler's handler for `MergeReq`; answers whatever happens."""
         req = reqs[0]
-        clock = Clock()
+        clock = self._prepared[1] if req.step == "finish" and self._prepared is not None else Clock()
         opened: list[bool] = [False] * self._replica.world_size
         try:
             if self._failed is not None:
@@ -96,16 +109,15 @@ class MergeWorker:
                     answer = self._go_live(self._plan_rollback, req, clock, opened)
                 case "commit":
                     answer = self._go_live(self._plan_commit, req, clock, opened)
-                    self._staged = None
+                case "undo":
+                    answer = self._undo(clock, opened)
                 case "abort":
                     self._staged = None
                     answer = {"message": f"update {req.update_id!r} is aborted"}
-                case _ if req.weight_update_mode != LORA_MERGE:
+                case _ if req.is_full_update:
                     answer = self._full_update(req, clock, opened)
                 case _ if req.goes_live:
                     answer = self._go_live(self._plan_update, req, clock, opened)
-                    if self._staged is not None and req.update_id is not None:
-                        self._staged = None  # merged with this bucket, or abandoned by it
                 case _:
                     answer = self._stage(req, clock, opened)
             output = {"status": 200, "success": True, **answer}
@@ -133,7 +145,10 @@ class MergeWorker:
 
     def _stage(self, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
         """Keep a bucket of an update that is not complete, once every rank has found it good."""
-        checked = self._phases.all_or_none(lambda: self._check_bucket(req, clock), clock, opened)
+        checked = self._agreed(self._check_bucket, req, clock, opened)
+        if req.step == "prepare":
+            return {"message": "prepared"}
+        self._remember(req)
         self._staged, layers, skipped = checked
         module = next(iter(req.target_modules or []))
         return {
@@ -146,8 +161,11 @@ class MergeWorker:
         }
 
     def _go_live(self, make_plan: Any, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
-        plan: Plan = self._phases.all_or_none(lambda: make_plan(req, clock), clock, opened)
+        plan: Plan = self._agreed(make_plan, req, clock, opened)
+        if req.step == "prepare":
+            return {"message": "prepared"}
         stats = self._phases.commit(plan, clock)
+        self._remember(req, plan)
         losses = {part.module: stats[part.module].rounding_loss for part in plan.modules if part.merged}
         match req.operation:
             case "reset":
@@ -156,6 +174,8 @@ class MergeWorker:
                 self.engine.settle_rollback(plan, losses)
             case _:
                 self.engine.settle(plan, req.weight_version, losses)
+                if req.update_id is not None:
+                    self._staged = None  # live now, or abandoned by another update
                 if self._phases.is_first:
                     self._warnings.merged(losses)
         timings = clock.milliseconds()
@@ -194,6 +214,52 @@ class MergeWorker:
             "modules": modules,
             "timings_ms": timings,
         }
+
+    # steps
+
+    def _agreed(self, work: Callable[[MergeReq, Clock], Any], req: MergeReq, clock: Clock, opened: list[bool]) -> Any:
+        """The result of work that changes nothing, when it went well on every rank; a prepared one is kept."""
+        if req.step == "prepare":
+            self._prepared = self._before = None
+        if req.step == "finish":
+            work = self._take_prepared
+        result = self._phases.all_or_none(lambda: work(req, clock), clock, opened)
+        if req.step == "prepare":
+            self._prepared = result, clock
+        return result
+
+    def _take_prepared(self, _: MergeReq, __: Clock) -> Any:
+        """What was prepared, if the engine is still in a state for it: other requests may have come in between."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            raise ConflictError("the base weights have changed since the replicas agreed: send the update again")
+        result, _clock = prepared
+        if isinstance(result, Plan):
+            return self._ready(result)
+        self.states.refuse_sleep()
+        return result
+
+    def _ready(self, plan: Plan) -> Plan:
+        """A plan of an earlier request, with weights where it writes to them."""
+        self.states.prepare([part.module for part in plan.modules])
+        return plan
+
+    def _remember(self, req: MergeReq, plan: Plan | None = None) -> None:
+        """Just before a change of one replica of several: what the state is."""
+        if req.step == "finish":
+            states = {name: replace(state) for name, state in self.engine.states.items()}
+            self._before = _Before(states, self._staged, dict(self._timings), plan)
+
+    def _undo(self, clock: Clock, opened: list[bool]) -> dict[str, Any]:
+        """Take back this replica's part of a change that another one has refused."""
+        before, self._before, self._prepared = self._before, None, None
+        if before is not None:
+            if (plan := before.plan) is not None:
+                self._phases.all_or_none(lambda: self._ready(plan), clock, opened)
+                self._phases.revert(plan, "another replica has refused the update")
+                self.engine.states = before.states
+            self._staged, self._timings = before.staged, before.timings
+        return {"message": "nothing is left of the change"}
 
     # phases
 
@@ -264,9 +330,10 @@ class MergeWorker:
                 faults = list(pairing.faults)
                 if name in views and not faults:
                     faults += views[name].objections(pairing.pairs)
-                whole = req.update_id is not None or req.upload_path is not None
                 adapter = req.adapter or DEFAULT_ADAPTER
-                updates.append(ModuleUpdate(name, pairing.pairs, whole, req.allow_partial, faults, adapter))
+                updates.append(
+                    ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
+                )
             return updates
 
     def _open(
@@ -279,8 +346,9 @@ class MergeWorker:
             named, scaling = read_adapter(req.upload_path)
             clock.opened = True
             return {module: named}, {module: scaling}
-        shared = len(req.serialized_named_tensors) < self._replica.world_size
-        reader = PayloadReader(cuda_device_index, shared=shared, releases=self._phases.is_first or not shared)
+        world = get_world_group()  # of all replicas
+        shared = len(req.serialized_named_tensors) < world.world_size
+        reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
         try:
             content = decode(self._own_payload(req), reader)
             reader.opened = True  # tensors may also have come inline, without a handle
@@ -304,7 +372,9 @@ class MergeWorker:
         What it does to a rank's weights cannot be undone; but every rank's result is heard, so that a failure neither
         hangs nor hides.
         """
-        content = self._phases.all_or_none(lambda: self._open_full(req, clock), clock, opened)
+        content = self._agreed(self._open_full, req, clock, opened)
+        if req.step == "prepare":
+            return {"message": "prepared"}
         try:
             success, message = WeightsUpdater(self.gpu_worker.pipeline).update_weights_from_tensor(
                 named_tensors=content, load_format=req.load_format, target_modules=req.target_modules
@@ -380,7 +450,7 @@ class MergeWorker:
 
     def sleep(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Around sglang's way to sleep; what is staged is dropped."""
-        self._staged = None
+        self._staged = self._prepared = self._before = None
         return self.states.release(original)
 
     def tell_adapters(self, status: dict[str, Any]) -> None:
@@ -416,6 +486,13 @@ class MergeWorker:
         live = self.engine.state(module).live.values()
         dynamic = {placed.target.dynamic for adapter in live for placed in adapter.values()}
         return "base" if not dynamic else "dynamic" if dynamic == {True} else "merged"
+
+    @contextmanager
+    def base_weights_change(self, module: nn.Module) -> Iterator[None]:
+        """Around code of sglang's that loads a module: what was planned for the other base is dropped."""
+        self._prepared = self._before = None
+        with self.states.base_weights_change(module):
+            yield
 
 
 def make_merge_worker(gpu_worker: Any) -> MergeWorker:

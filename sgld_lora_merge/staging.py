@@ -4,6 +4,9 @@
     staged      all have, and the sender wants to commit by itself
     live        the last bucket, or the commit, has been merged
     abandoned   another update was begun, the sender aborted it, or its time ran out
+    replaced    it was live, until another update replaced all of it
+    reset       it was live, until a reset; a rollback after it makes it live again
+    rolled back it was live, until a rollback
 
 `Ledger` is the bookkeeping by names and digests, `StagedPairs` what a rank keeps of an open update.
 """
@@ -11,11 +14,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.engine import ModuleUpdate, own_copy
+from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleUpdate, own_copy
 from sgld_lora_merge.errors import ConflictError, LoraMergeError
 from sgld_lora_merge.pairs import Pair
 
@@ -60,8 +63,21 @@ class NamedUpdate:
         return sorted(index for index in self.answers if index != COMMIT)
 
     @property
+    def adapter(self) -> str:
+        return str(self.terms.get("adapter") or DEFAULT_ADAPTER)
+
+    @property
+    def modules(self) -> set[str]:
+        """Where it is live, or was."""
+        return {module for _, answer in self.answers.values() for module in answer.get("modules", ())}
+
+    @property
     def is_open(self) -> bool:
         return self.state in ("staging", "staged")
+
+    @property
+    def is_taken_back(self) -> bool:
+        return self.state in ("reset", "rolled back")
 
 
 class Ledger:
@@ -69,6 +85,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.updates: OrderedDict[str, NamedUpdate] = OrderedDict()
+        self._after_rollback: list[tuple[NamedUpdate, str]] = []  # what a rollback of the last step makes of updates
 
     @property
     def open_id(self) -> str | None:
@@ -87,11 +104,13 @@ class Ledger:
         name = f"update_id {bucket.update_id!r}"
         if update.state == "abandoned":
             raise ConflictError(f"{name} was abandoned: {update.reason}. Send the update again under another id")
+        if update.is_taken_back:
+            raise ConflictError(f"{name} was live and is {update.state}. Send the update again under another id")
         digest, answer = update.answers.get(bucket.index, (None, None))
         if digest == bucket.digest:
             return answer
         if not update.is_open:
-            raise ConflictError(f"{name} is live, and this is another request than it was made of")
+            raise ConflictError(f"{name} is {update.state}, and this is another request than it was made of")
         if digest is not None:
             raise ConflictError(f"bucket {bucket.index} of {name} has arrived with other bytes")
         mine = {"num_buckets": bucket.count, **bucket.terms}
@@ -132,7 +151,7 @@ class Ledger:
         update = self.updates.get(update_id)
         if update is not None and update.state == "staged":
             return None
-        if update is not None and update.state == "live" and COMMIT in update.answers:
+        if update is not None and COMMIT in update.answers and not update.is_taken_back:
             return update.answers[COMMIT][1]
         raise ConflictError(f"update_id {update_id!r} cannot be committed: {self._told(update)}")
 
@@ -140,6 +159,36 @@ class Ledger:
         update = self.updates[update_id]
         update.state = "live"
         update.answers[COMMIT] = ("", answer)
+
+    def step(
+        self, modules: Collection[str], ended: str | None, update_id: str | None = None, adapter: str | None = None
+    ) -> None:
+        """A change has gone live, by which the updates that lie within its modules have ended.
+
+        Args:
+            modules: that it has changed.
+            ended: what those updates are now, "replaced" or "reset"; None where it has left some of their layers.
+            update_id: the change is this update.
+            adapter: that it has changed; None is every one.
+        """
+        self._after_rollback = []
+        for name, update in self.updates.items():
+            if name == update_id:
+                self._after_rollback.append((update, "rolled back"))
+            elif (
+                ended is not None
+                and update.state == "live"
+                and update.modules <= set(modules)
+                and adapter in (None, update.adapter)
+            ):
+                update.state = ended
+                self._after_rollback.append((update, "live"))
+
+    def rolled_back(self) -> None:
+        """The last step was taken back."""
+        for update, state in self._after_rollback:
+            update.state = state
+        self._after_rollback = []
 
     def check_abort(self, update_id: str) -> None:
         """

@@ -1,10 +1,12 @@
 """A second engine plugin, for tests only: look at every rank's weights, and make one rank fail at one stage.
 
-In force where PYTHONPATH holds this folder. ``POST /testhook`` with ``{"action": ...}``:
+In force where PYTHONPATH holds this folder. Ranks are those of the whole engine, one replica after the other.
+``POST /testhook`` with ``{"action": ...}``:
 
     weights  {"module": m}              sha256, shape and data_ptr of every parameter, by rank
     bytes    {"module": m, "name": n}   one parameter's raw bytes in base64, by rank
-    fail     {"rank": r, "stage": s}    the next update fails on that rank: before_plan, plan, commit, revert, silence
+    fail     {"rank": r, "stage": s}    the next update fails on that rank: before_plan, plan, commit, revert, silence;
+                                        undo: so does taking it back
     gc                                  calls of gc.collect in the workers since they started, by rank
 """
 
@@ -53,7 +55,10 @@ def add_route(app: Any, *_: Any, **__: Any) -> None:
 
     @app.post("/testhook")
     async def testhook(request: Request):
-        return (await async_scheduler_client.forward(cls([], body=await request.json()))).output
+        req = cls([], body=await request.json())
+        endpoints = async_scheduler_client.server_args.scheduler_endpoints
+        replicas = [await async_scheduler_client._forward_one(endpoint, req, None) for endpoint in endpoints]
+        return {"ranks": [rank for replica in replicas for rank in replica.output["ranks"]]}
 
 
 def add_handler(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
@@ -69,7 +74,7 @@ def add_handler(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
 
 
 def handle(gpu_worker: Any, body: dict) -> Any:
-    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
     from server_patches.agreement import gather
@@ -90,7 +95,7 @@ def handle(gpu_worker: Any, body: dict) -> Any:
         mine = base64.b64encode(raw(parameter)).decode()
     elif body["action"] == "gc":
         mine = collected
-    elif body["rank"] == replica.rank_in_group:
+    elif body["rank"] == get_world_group().rank_in_group:
         fail_once(body["stage"])
     return OutputBatch(output={"ranks": gather(mine, replica, 60)})
 
@@ -133,6 +138,8 @@ def fail_once(stage: str) -> None:
         raising(engine, "commit", after=True)
     elif stage == "revert":
         raising(engine, "commit", after=True)
+        raising(engine, "revert")
+    elif stage == "undo":
         raising(engine, "revert")
     elif stage == "silence":
         original = worker.states.refuse

@@ -135,6 +135,77 @@ def test_an_open_update_may_be_aborted_once():
     assert ledger.open_id is None
 
 
+def live(ledger, name, *modules):
+    """A whole update of modules, in one bucket."""
+    each = bucket(0, count=1, update_id=name)
+    assert ledger.admit(each) is None
+    ledger.accept(each, {"modules": {module: {} for module in modules}})
+    ledger.step(modules, "replaced", name)
+
+
+def states(ledger):
+    return {name: update.state for name, update in ledger.updates.items()}
+
+
+def test_an_update_replaces_those_whose_modules_it_covers():
+    ledger = Ledger()
+    live(ledger, "one", "m")
+    live(ledger, "both", "m", "n")
+    live(ledger, "other", "n")
+    assert states(ledger) == {"one": "replaced", "both": "live", "other": "live"}
+
+
+def test_a_rollback_makes_live_what_its_step_had_ended():
+    ledger = Ledger()
+    live(ledger, "u", "m")
+    live(ledger, "v", "m")
+    ledger.rolled_back()
+    assert states(ledger) == {"u": "live", "v": "rolled back"}
+    ledger.step(["m"], "reset")
+    assert states(ledger) == {"u": "reset", "v": "rolled back"}
+    ledger.rolled_back()
+    assert states(ledger) == {"u": "live", "v": "rolled back"}
+
+
+def test_a_step_without_an_id_leaves_updates_live_and_a_rollback_takes_back_that_step_only():
+    ledger = Ledger()
+    live(ledger, "u", "m")
+    ledger.step(["m"], None)
+    ledger.rolled_back()
+    assert states(ledger) == {"u": "live"}
+
+
+@pytest.mark.parametrize("state", ["rolled back", "reset"])
+def test_the_same_request_is_a_conflict_once_its_update_is_taken_back(state):
+    ledger = Ledger()
+    live(ledger, "u", "m")
+    if state == "reset":
+        ledger.step(["m"], "reset")
+    else:
+        ledger.rolled_back()
+    assert f"'u' was live and is {state}. Send the update again under another id" in conflict(
+        ledger, bucket(0, count=1)
+    )
+
+
+def test_the_same_request_gets_its_answer_again_also_after_it_is_replaced():
+    ledger = Ledger()
+    live(ledger, "u", "m")
+    live(ledger, "v", "m")
+    assert ledger.admit(bucket(0, count=1)) == {"modules": {"m": {}}}
+    assert "is replaced" in conflict(ledger, bucket(0, count=1, digest="other"))
+
+
+def test_a_commit_that_was_taken_back_cannot_be_repeated():
+    ledger = Ledger()
+    sent(ledger, bucket(0, count=1, hold=True))
+    ledger.committed("u", {"modules": {"m": {}}})
+    ledger.step(["m"], "replaced", "u")
+    ledger.rolled_back()
+    with pytest.raises(ConflictError, match="'u' cannot be committed: it is rolled back"):
+        ledger.to_commit("u")
+
+
 def test_old_updates_are_forgotten():
     ledger = Ledger()
     for number in range(KEPT_UPDATES + 2):

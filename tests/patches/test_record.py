@@ -7,7 +7,8 @@ import time
 from server_patches.record import Record
 from sgld_lora_merge.staging import Bucket
 
-OUTPUT = {"snapshot": {"transformer": {"state": "merged"}}, "failed": None, "staged_bytes": 5, "sleeping": False}
+OUTPUT = {"snapshot": {"transformer": {"state": "merged"}}, "failed": None, "staged_bytes": 5, "sleeping": False,
+          "differing": None}  # fmt: skip
 
 
 def test_an_empty_record_says_that_nothing_is_known():
@@ -50,3 +51,9 @@ def test_a_failed_engine_says_so():
     record = Record()
     record.heard(OUTPUT | {"failed": "restart"})
     assert (record.status()["success"], record.status()["message"]) == (False, "restart")
+
+
+def test_replicas_that_differ_are_told():
+    record = Record()
+    record.heard(OUTPUT | {"differing": "the replicas differ"})
+    assert (record.status()["success"], record.status()["message"]) == (False, "the replicas differ")

@@ -66,6 +66,35 @@ def test_a_refused_update_is_no_step(zimage):
     zimage.holds(zimage.expect(zimage.adapter(seed=1)))
 
 
+def what_became(engine):
+    return {update["update_id"]: update["state"] for update in engine.status()["updates"]}
+
+
+def test_the_status_tells_what_became_of_updates_that_were_taken_back(zimage):
+    body = zimage.fields(zimage.adapter(seed=1), update_id="kept")
+    zimage.send(body)
+    bad = zimage.fields(zimage.adapter(seed=2), update_id="bad")
+    zimage.send(bad)
+    assert (what_became(zimage)["kept"], what_became(zimage)["bad"]) == ("replaced", "live")
+    rollback(zimage)
+    assert (what_became(zimage)["kept"], what_became(zimage)["bad"]) == ("live", "rolled back")
+    zimage.reset()
+    assert what_became(zimage)["kept"] == "reset"
+    rollback(zimage)
+    assert what_became(zimage)["kept"] == "live"
+
+
+def test_a_request_whose_update_was_rolled_back_is_not_answered_as_if_it_were_live(zimage):
+    body = zimage.fields(zimage.adapter(seed=1), update_id="taken back")
+    zimage.send(body)
+    rollback(zimage)
+    checksum = zimage.checksum()
+    answer = zimage.send(body)
+    assert answer.status_code == 409
+    assert "was live and is rolled back. Send the update again under another id" in answer.json()["message"]
+    assert zimage.checksum() == checksum
+
+
 def test_rollback_on_every_rank(tp2):
     base = tp2.testhook("weights", module="transformer")
     tp2.update(tp2.adapter(seed=1))

@@ -1,0 +1,48 @@
+"""One line of JSON in the log for every request about weights, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_TOLD = ("state", "layers", "rounding_loss", "timings_ms")
+
+
+@dataclass
+class Entry:
+    """What is known of one request beside its answer; filled in as it becomes known.
+
+    Attributes:
+        event: "update", "upload", "commit", "abort", "reset", "rollback" or "verify".
+        update_id: of the update that it belongs to.
+        weight_version: that it would make live.
+        nbytes: of its body.
+        repeated: the answer is the one that the same body got before, and nothing was done.
+        reason: the word under which its failure is counted.
+    """
+
+    event: str
+    update_id: str | None = None
+    weight_version: str | None = None
+    nbytes: int = 0
+    repeated: bool = False
+    reason: str | None = None
+
+
+def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
+    """The entry and what was answered; null is what the request or its failure has no value for."""
+    return json.dumps(
+        {
+            "event": entry.event,
+            "status": status,
+            "reason": entry.reason,
+            "update_id": entry.update_id,
+            "weight_version": answer.get("weight_version", entry.weight_version),
+            **{name: answer.get(name) for name in _TOLD},
+            "modules": sorted(answer.get("modules", ())),
+            "bytes": entry.nbytes,
+            "repeated": entry.repeated,
+            "message": None if status == 200 else answer["message"],
+        }
+    )

@@ -1,0 +1,156 @@
+"""All replicas of one engine as one: a change is planned on every one of them before any of them writes.
+
+    prepare   every replica plans, and keeps the plan; nothing that is live changes
+    finish    every replica writes its plan
+    undo      after a failure: plans are dropped, and what was written is taken back, history included
+
+With a single replica each change is one request, as its ranks agree among themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from server_patches.requests import MergeReq
+from server_patches.verdicts import NotTogether
+from sgld_lora_merge.errors import LoraMergeError
+
+Output = dict[str, Any]
+
+_ONE_STEP = ("status", "verify", "abort")  # they write nothing, and cannot fail by what the others make of them
+_COMPARED = ("state", "weight_version", "layers", "rank", "scale", "merge_precision")
+
+
+class NoAnswer(LoraMergeError):
+    """The workers were asked and did not answer; what they did is not known."""
+
+    reason = "no_answer"
+
+
+class Replicas:
+    """Asks every replica and answers for all of them.
+
+    Args:
+        ask_one: sends a request to one replica and returns its rank 0's output; raises `NoAnswer`.
+        count: of replicas.
+    """
+
+    def __init__(self, ask_one: Callable[[int, MergeReq], Awaitable[Output]], count: int) -> None:
+        self._ask_one = ask_one
+        self._count = count
+
+    async def ask(self, req: MergeReq) -> Output:
+        """One output for all replicas: a success is one everywhere, and anything else has changed none.
+
+        ``failed`` in it says that a replica could not take back what another one refused.
+
+        Raises:
+            NoAnswer: from one of them; nothing has changed.
+        """
+        if self._count == 1 or req.operation in _ONE_STEP:
+            return joined(await self._all(req))
+        prepared = await self._all(replace(req, step="prepare"))
+        if not _good(prepared):
+            return joined(prepared) | _state_of(await self._all(MergeReq([], operation="undo")))
+        try:
+            finished = await self._all(req.finish())
+        except NoAnswer as error:
+            failure = joined(prepared) | {"status": error.status, "reason": error.reason, "message": str(error)}
+        else:
+            if _good(finished):
+                return joined(finished)
+            failure = joined(finished)
+            if req.is_full_update:  # sglang's own, which cannot be taken back
+                written = [number for number, output in enumerate(finished) if output["status"] == 200]
+                return failure | {"message": f"{failure['message']}; the new weights are on the replicas {written}"}
+        return failure | await self._undone(failure["message"])
+
+    async def _all(self, req: MergeReq) -> list[Output]:
+        """Every replica is heard, also where another one does not answer."""
+        outputs = await asyncio.gather(*(self._ask_one(n, req) for n in range(self._count)), return_exceptions=True)
+        for output in outputs:
+            if isinstance(output, BaseException):
+                raise output
+        return [output for output in outputs if not isinstance(output, BaseException)]
+
+    async def _undone(self, why: str) -> Output:
+        """Take back what any replica has written: what the answer says of it then."""
+        state: Output = {}
+        try:
+            undone = await self._all(MergeReq([], operation="undo"))
+            state = _state_of(undone)
+            if _good(undone):
+                return state
+            problem = _told(undone)
+        except NoAnswer as error:
+            problem = str(error)
+        failed = f"{why}; then a replica could not go back: {problem}. Restart the engine"
+        return state | {"status": NotTogether.status, "reason": NotTogether.reason, "message": failed, "failed": failed}
+
+
+def joined(outputs: Sequence[Output]) -> Output:
+    """The outputs of all replicas as one: the worst status, all messages, every rank's payload, the slowest times."""
+    worst = max(outputs, key=lambda output: output["status"])
+    answer = {**worst, "payload_opened": [opened for output in outputs for opened in output["payload_opened"]]}
+    if not _good(outputs):
+        answer["message"] = _told(outputs)
+    if "timings_ms" in worst:
+        answer["timings_ms"] = {
+            stage: max(output["timings_ms"][stage] for output in outputs) for stage in worst["timings_ms"]
+        }
+    if "mismatched" in worst:
+        answer |= _verified(outputs)
+    return answer | _state_of(outputs)
+
+
+def differing(snapshots: Sequence[Mapping[str, Any]]) -> str | None:
+    """Where the replicas' modules are not in the same state, as a sentence; None where they are."""
+    wrong = []
+    for module, first in snapshots[0].items():
+        for number, snapshot in enumerate(snapshots):
+            other = snapshot.get(module, {})
+            if fields := [name for name in _COMPARED if first[name] != other.get(name)]:
+                told = ", ".join(f"{name} {other.get(name)!r} instead of {first[name]!r}" for name in fields)
+                wrong.append(f"{module} on replica {number} has {told}")
+    if not wrong:
+        return None
+    return f"the replicas differ: {'; '.join(wrong)}. POST /lora_merge/reset brings them together"
+
+
+def _state_of(outputs: Sequence[Output]) -> Output:
+    """What the record takes in: replica 0's modules, and whether the others have the same."""
+    return {
+        "snapshot": outputs[0]["snapshot"],
+        "failed": next((output["failed"] for output in outputs if output["failed"] is not None), None),
+        "staged_update": outputs[0]["staged_update"],
+        "sleeping": any(output["sleeping"] for output in outputs),
+        "staged_bytes": max(output["staged_bytes"] for output in outputs),
+        "differing": differing([output["snapshot"] for output in outputs]),
+    }
+
+
+def _verified(outputs: Sequence[Output]) -> Output:
+    """A layer is right if it is on every replica."""
+    mismatched = list(dict.fromkeys(layer for output in outputs for layer in output["mismatched"]))
+    messages = {output["message"] for output in outputs}
+    told = "; ".join(f"replica {number}: {output['message']}" for number, output in enumerate(outputs))
+    return {
+        "success": not mismatched,
+        "mismatched": mismatched,
+        "message": messages.pop() if len(messages) == 1 else told,
+    }
+
+
+def _good(outputs: Sequence[Output]) -> bool:
+    return all(output["status"] == 200 for output in outputs)
+
+
+def _told(outputs: Sequence[Output]) -> str:
+    """What failed: once where every replica says the same, else by replica."""
+    messages = {number: output["message"] for number, output in enumerate(outputs) if output["status"] != 200}
+    if len(messages) == len(outputs) and len(set(messages.values())) == 1:
+        return str(outputs[0]["message"])
+    return "; ".join(f"replica {number}: {message}" for number, message in messages.items())
