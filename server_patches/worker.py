@@ -26,7 +26,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from torch import nn
 
-from server_patches.checking import verify
+from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
 from server_patches.layers import EngineModule
 from server_patches.phases import Phases
@@ -36,11 +36,12 @@ from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
+from sgld_lora_merge.families import Family, family_of, load_families, route, route_layers
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
-from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.protocol import DEFAULT_MODULE, LORA_MERGE
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
 from sgld_lora_merge.unpickler import PayloadReader
 
@@ -60,16 +61,24 @@ class MergeWorker:
         precision: of every merge.
         timeout_s: how long a rank waits for the others.
         max_staged_bytes: of one update's buckets, on this rank.
+        families: whose routes say to which module a tensor with a prefix belongs.
     """
 
     def __init__(
-        self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float, max_staged_bytes: int
+        self,
+        gpu_worker: Any,
+        replica: Any,
+        precision: Precision,
+        timeout_s: float,
+        max_staged_bytes: int,
+        families: Mapping[str, Family],
     ) -> None:
         self.gpu_worker = gpu_worker
         self.engine = MergeEngine(self._views, precision)
         self._replica = replica
         self._phases = Phases(self.engine, self._modules, replica, timeout_s)
         self._max_staged_bytes = max_staged_bytes
+        self._families = families
         self._staged: StagedPairs | None = None
         self._cached_views: dict[str, tuple[nn.Module, EngineModule]] = {}
         self._timings: dict[str, dict[str, float]] = {}
@@ -89,8 +98,7 @@ class MergeWorker:
                 case "status":
                     answer: dict[str, Any] = {"message": "ok"}
                 case "verify":
-                    hear, first = self._phases.gather_all, self._phases.is_first
-                    answer = verify(req.expected or {}, self._views(), hear, first=first)
+                    answer = self._verify(req.expected or {})
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
@@ -190,6 +198,11 @@ class MergeWorker:
             "timings_ms": timings,
         }
 
+    def _verify(self, sent: Expectations) -> dict[str, Any]:
+        nothing: Expectations = {module: {} for module in sent}  # a module without layers must exist all the same
+        expected = {**nothing, **route_layers(sent, self._routes(), sent)}
+        return verify(expected, self._views(), self._phases.gather_all, first=self._phases.is_first)
+
     # phases
 
     def _plan_update(self, req: MergeReq, clock: Clock) -> Plan:
@@ -238,7 +251,7 @@ class MergeWorker:
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload, or the uploaded file, to pairs by module."""
         staged = self._staged_for(req).pairs if req.update_id is not None else {}
-        self._prepare([*(req.target_modules or []), *staged])
+        self._prepare([*(req.target_modules or [DEFAULT_MODULE, *self._routes().values()]), *staged])
         with clock.stage("deserialize"):
             by_module, scaling = self._open(req, clock)
         with clock.stage("validate"):
@@ -262,8 +275,20 @@ class MergeWorker:
     def _open(
         self, req: MergeReq, clock: Clock
     ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by module."""
-        modules = req.target_modules or []
+        """Named tensors and layer scaling, both by the module that they are for."""
+        routes = self._routes()
+        sent, sent_scaling = self._open_as_sent(req, clock, routes.values())
+        named = route(sent, routes, req.target_modules)
+        scaling = route_layers(sent_scaling, routes, req.target_modules)
+        modules = req.target_modules or [*dict.fromkeys((*named, *scaling))] or [DEFAULT_MODULE]
+        # a module for which nothing came stays, to be refused together with all that is wrong
+        return {module: named.get(module, []) for module in modules}, scaling
+
+    def _open_as_sent(
+        self, req: MergeReq, clock: Clock, routed: Collection[str]
+    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+        """Named tensors and layer scaling, both by the module whose list they are in."""
+        modules = req.target_modules or [DEFAULT_MODULE]
         if req.upload_path is not None:
             (module,) = modules
             named, scaling = read_adapter(req.upload_path)
@@ -276,7 +301,7 @@ class MergeWorker:
             reader.opened = True  # tensors may also have come inline, without a handle
         finally:
             clock.opened = reader.opened
-        return named_tensors(content, req.load_format, modules), req.layer_scaling or {}
+        return named_tensors(content, req.load_format, modules, routed), req.layer_scaling or {}
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self._prepare(self.engine.states if req.target_modules is None else req.target_modules)
@@ -331,6 +356,11 @@ class MergeWorker:
             if self._cached_views.get(name, (None,))[0] is not module:
                 self._cached_views[name] = (module, EngineModule(module, self._replica.world_size))
         return {name: view for name, (_, view) in self._cached_views.items()}
+
+    def _routes(self) -> Mapping[str, str]:
+        """Prefix of tensor names -> module, as the loaded transformer's family has them."""
+        family = family_of(type(self._modules().get(DEFAULT_MODULE)), self._families)
+        return {} if family is None else family.routes
 
     def _refuse_sleep(self) -> None:
         if self.gpu_worker.is_sleeping():
@@ -461,6 +491,7 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         precision_from_environment(),
         positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
+        load_families(),
     )
 
 
