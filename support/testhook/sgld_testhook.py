@@ -12,7 +12,7 @@ import base64
 import dataclasses
 import gc
 import hashlib
-import importlib
+import importlib.util
 import os
 import time
 from typing import Any
@@ -40,7 +40,7 @@ def define_cpu_norms() -> None:
     global library
     import torch
 
-    if library is not None:
+    if library is not None or importlib.util.find_spec("sgl_kernel") is not None:
         return
 
     def norm_scale_shift(x, weight, bias, scale, shift, norm_type, eps):  # type: ignore[no-untyped-def]

@@ -230,6 +230,15 @@ def test_both_transformers_make_the_video(wan):
     assert wan.server.video() == base
 
 
+def test_the_first_step_is_the_high_noise_transformers(wan):
+    adapters = wan.adapters()
+    base = wan.server.video(steps=1)
+    assert wan.upload(prefixed(adapters, LOW)).status_code == 200
+    assert wan.server.video(steps=1) == base
+    assert wan.upload(prefixed(adapters, HIGH)).status_code == 200
+    assert wan.server.video(steps=1) != base
+
+
 def test_every_video_is_the_old_or_the_new_policys(wan, name):
     """Generation goes on all the time; a video of one new and one old transformer would be a third one."""
     old, new = wan.adapters(1), wan.adapters(2)
