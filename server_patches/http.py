@@ -174,7 +174,7 @@ class MergeRoutes:
                 entry.nbytes = upload.nbytes
                 req = MergeReq(
                     serialized_named_tensors=[],
-                    target_modules=[query.target_module],
+                    target_modules=None if query.target_module is None else [query.target_module],
                     weight_update_mode=LORA_MERGE,
                     lora_alpha=query.lora_alpha,
                     lora_rank=query.lora_rank,

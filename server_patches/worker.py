@@ -24,7 +24,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from torch import nn
 
-from server_patches.checking import verify
+from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
 from server_patches.phases import Phases
 from server_patches.requests import MergeReq
@@ -35,10 +35,12 @@ from server_patches.warnings import Warnings
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
+from sgld_lora_merge.families import Family, family_of, load_families, route, route_layers
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.protocol import DEFAULT_MODULE
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
 from sgld_lora_merge.unpickler import PayloadReader
 
@@ -68,10 +70,17 @@ class MergeWorker:
         precision: of every merge.
         timeout_s: how long a rank waits for the others.
         max_staged_bytes: of one update's buckets, on this rank.
+        families: whose routes say to which module a tensor with a prefix belongs.
     """
 
     def __init__(
-        self, gpu_worker: Any, replica: Any, precision: Precision, timeout_s: float, max_staged_bytes: int
+        self,
+        gpu_worker: Any,
+        replica: Any,
+        precision: Precision,
+        timeout_s: float,
+        max_staged_bytes: int,
+        families: Mapping[str, Family],
     ) -> None:
         self.gpu_worker = gpu_worker
         self.states = EngineStates(gpu_worker, replica.world_size, precision)
@@ -79,6 +88,7 @@ class MergeWorker:
         self._replica = replica
         self._phases = Phases(self.engine, self.states.weights_change, replica, timeout_s)
         self._max_staged_bytes = max_staged_bytes
+        self._families = families
         self._staged: StagedPairs | None = None
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
@@ -100,9 +110,7 @@ class MergeWorker:
                 case "status":
                     answer: dict[str, Any] = {"message": "ok"}
                 case "verify":
-                    hear, first = self._phases.gather_all, self._phases.is_first
-                    rows = self.engine.base if req.weights == "base" else self.engine.effective
-                    answer = verify(req.expected or {}, self.states.views(), rows, hear, first=first)
+                    answer = self._verify(req)
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":
@@ -215,6 +223,14 @@ class MergeWorker:
             "timings_ms": timings,
         }
 
+    def _verify(self, req: MergeReq) -> dict[str, Any]:
+        sent: Expectations = req.expected or {}
+        nothing: Expectations = {module: {} for module in sent}  # a module without layers must exist all the same
+        expected = {**nothing, **route_layers(sent, self._routes(), sent)}
+        rows = self.engine.base if req.weights == "base" else self.engine.effective
+        hear, first = self._phases.gather_all, self._phases.is_first
+        return verify(expected, self.states.views(), rows, hear, first=first)
+
     # steps
 
     def _agreed(self, work: Callable[[MergeReq, Clock], Any], req: MergeReq, clock: Clock, opened: list[bool]) -> Any:
@@ -313,7 +329,7 @@ class MergeWorker:
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload, or the uploaded file, to pairs by module."""
         staged = self._staged_for(req).pairs if req.update_id is not None else {}
-        self.states.prepare([*(req.target_modules or []), *staged])
+        self.states.prepare([*(req.target_modules or [DEFAULT_MODULE, *self._routes().values()]), *staged])
         with clock.stage("deserialize"):
             by_module, scaling = self._open(req, clock)
         with clock.stage("validate"):
@@ -339,8 +355,20 @@ class MergeWorker:
     def _open(
         self, req: MergeReq, clock: Clock
     ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by module."""
-        modules = req.target_modules or []
+        """Named tensors and layer scaling, both by the module that they are for."""
+        routes = self._routes()
+        sent, sent_scaling = self._open_as_sent(req, clock, routes.values())
+        named = route(sent, routes, req.target_modules)
+        scaling = route_layers(sent_scaling, routes, req.target_modules)
+        modules = req.target_modules or [*dict.fromkeys((*named, *scaling))] or [DEFAULT_MODULE]
+        # a module for which nothing came stays, to be refused together with all that is wrong
+        return {module: named.get(module, []) for module in modules}, scaling
+
+    def _open_as_sent(
+        self, req: MergeReq, clock: Clock, routed: Collection[str]
+    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+        """Named tensors and layer scaling, both by the module whose list they are in."""
+        modules = req.target_modules or [DEFAULT_MODULE]
         if req.upload_path is not None:
             (module,) = modules
             named, scaling = read_adapter(req.upload_path)
@@ -354,7 +382,7 @@ class MergeWorker:
             reader.opened = True  # tensors may also have come inline, without a handle
         finally:
             clock.opened = reader.opened
-        return named_tensors(content, req.load_format, modules), req.layer_scaling or {}
+        return named_tensors(content, req.load_format, modules, routed), req.layer_scaling or {}
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self.states.prepare(self.engine.states if req.target_modules is None else req.target_modules)
@@ -400,6 +428,11 @@ class MergeWorker:
         return content
 
     # payloads and reports
+
+    def _routes(self) -> Mapping[str, str]:
+        """Prefix of tensor names -> module, as the loaded transformer's family has them."""
+        family = family_of(type(self.states.modules().get(DEFAULT_MODULE)), self._families)
+        return {} if family is None else family.routes
 
     def _own_payload(self, req: MergeReq) -> str:
         """The payload that this rank reads; by GPU where the request says so, else by rank."""
@@ -507,6 +540,7 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         precision_from_environment(),
         positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
+        load_families(),
     )
 
 

@@ -11,7 +11,7 @@ import binascii
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,8 +97,13 @@ def decode(payload: str, reader: PayloadReader) -> object:
     return load(data, reader)
 
 
-def named_tensors(content: object, load_format: str | None, modules: Sequence[str]) -> dict[str, NamedTensors]:
+def named_tensors(
+    content: object, load_format: str | None, modules: Sequence[str], routed: Collection[str] = ()
+) -> dict[str, NamedTensors]:
     """What a payload holds for each of the request's modules.
+
+    Args:
+        routed: modules whose tensors may be in another one's list, under a prefix; they need no list of their own.
 
     Raises:
         RequestError: modules that are missing or were not announced, or content of another form than ``load_format``.
@@ -111,7 +116,7 @@ def named_tensors(content: object, load_format: str | None, modules: Sequence[st
     faults = [
         f"the payload has nothing for module {name!r}; it has {name_some(names)}"
         for name in modules
-        if name not in content
+        if name not in content and name not in routed
     ]
     if extra := [name for name in names if name not in modules]:
         faults.append(f"the payload has modules that target_modules does not name: {name_some(extra)}")
@@ -119,7 +124,7 @@ def named_tensors(content: object, load_format: str | None, modules: Sequence[st
         raise RequestError(*faults)
     read = _read_bucket if load_format == FLATTENED_BUCKET else _read_list
     named: dict[str, NamedTensors] = {}
-    for module in modules:
+    for module in filter(content.__contains__, modules):
         try:
             named[module] = read(content[module])
         except RequestError as error:

@@ -40,7 +40,11 @@ class UpdateRequest(BaseModel):
     load_format: str | None = Field(
         None, description='"flattened_bucket", or null for a list of (name, tensor) per module.'
     )
-    target_modules: list[str] | None = Field(None, description='Pipeline modules; default ["transformer"].')
+    target_modules: list[str] | None = Field(
+        None,
+        description='Pipeline modules; default ["transformer"]. A tensor is for the module whose list it is in, or for '
+        "that of its name's prefix where the model family has routes.",
+    )
     weight_update_mode: str | None = Field(
         None, description='"lora_merge", or null for the engine\'s own full-weight update.'
     )
@@ -69,11 +73,16 @@ class UpdateRequest(BaseModel):
 
 
 class UploadQuery(BaseModel):
-    """Query of ``POST /lora_merge/upload``, whose body is a safetensors file: the module's whole adapter."""
+    """Query of ``POST /lora_merge/upload``, whose body is a safetensors file: the module's whole adapter.
+
+    Without ``target_module``, names go where the prefixes of the model family's routes say, and names without a prefix
+    to the transformer; the file is the whole adapter of every module that it has names for, and no other one changes.
+    With it, the file is for that module alone, and a prefix of another one's is refused.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    target_module: str = DEFAULT_MODULE
+    target_module: str | None = None
     lora_alpha: float | None = Field(None, description="Needed where the file has neither alphas nor layer_scaling.")
     lora_rank: int | None = None
     weight_version: str | None = None

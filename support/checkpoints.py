@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
     ZImageTransformer2DModel,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -21,6 +24,8 @@ from transformers import (
     Qwen3Model,
     T5Config,
     T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -113,6 +118,40 @@ def sd3(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     )
 
 
+def wan2_2(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Wan2.2-A14B's layout: two transformers of 2 blocks of width 64; of two steps each one takes one."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(["<pad>", "</s>", "<unk>"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=len(tokenizer), d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4,
+            feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+        )
+    ).save_pretrained(folder / "text_encoder")  # fmt: skip
+    for name in ("transformer", "transformer_2"):
+        dit = WanTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=16, in_channels=16, out_channels=16, text_dim=64, freq_dim=32,
+            ffn_dim=128, num_layers=2, rope_max_seq_len=64,
+        )  # fmt: skip
+        _randomise(dit).to(dtype).save_pretrained(folder / name)
+    AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1).save_pretrained(folder / "vae")
+    UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True).save_pretrained(
+        folder / "scheduler"
+    )
+    return _index(
+        folder,
+        "WanPipeline",
+        boundary_ratio=0.95,
+        scheduler=("diffusers", "UniPCMultistepScheduler"),
+        text_encoder=("transformers", "UMT5EncoderModel"),
+        tokenizer=("transformers", "T5TokenizerFast"),
+        transformer=("diffusers", "WanTransformer3DModel"),
+        transformer_2=("diffusers", "WanTransformer3DModel"),
+        vae=("diffusers", "AutoencoderKLWan"),
+    )
+
+
 def _randomise(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,7 +190,7 @@ def _tokenizer(special: list[str], model_max_length: int = 512) -> PreTrainedTok
     )  # fmt: skip
 
 
-def _index(folder: Path, pipeline: str, **components: tuple[str, str]) -> Path:
-    index = {"_class_name": pipeline, "_diffusers_version": "0.37.0"} | {k: list(v) for k, v in components.items()}
+def _index(folder: Path, pipeline: str, **entries: tuple[str, str] | float) -> Path:
+    index = {"_class_name": pipeline, "_diffusers_version": "0.37.0"} | entries
     (folder / "model_index.json").write_text(json.dumps(index, indent=1))
     return folder

@@ -13,12 +13,13 @@ Weights = dict[str, torch.Tensor]
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 ZIMAGE_SUFFIXES = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+WAN_SUFFIXES = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 SD3_SUFFIXES = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
-def base_weights(checkpoint: Path) -> Weights:
-    """Every tensor of the checkpoint's transformer under the trainer's names."""
-    return load_file(checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
+def base_weights(checkpoint: Path, module: str = "transformer") -> Weights:
+    """Every tensor of a module of the checkpoint under the trainer's names."""
+    return load_file(checkpoint / module / "diffusion_pytorch_model.safetensors")
 
 
 def layers(weights: Weights, suffixes: tuple[str, ...]) -> Weights:
@@ -96,6 +97,17 @@ def engine_zimage(targets: Weights) -> Weights:
 def engine_sd3(targets: Weights) -> Weights:
     """The engine keeps SD3's names."""
     return {f"{layer}.weight": weight for layer, weight in targets.items()}
+
+
+def engine_wan(targets: Weights) -> Weights:
+    """Self-attention stands in the block itself, output and feed-forward layers have other names."""
+    renamed = (("attn1.", ""), ("to_out.0", "to_out"), ("net.0.proj", "fc_in"), ("net.2", "fc_out"))
+    names = {}
+    for layer, weight in targets.items():
+        for old, new in renamed:
+            layer = layer.replace(old, new)
+        names[f"{layer}.weight"] = weight
+    return names
 
 
 def sha256(tensor: torch.Tensor) -> str:

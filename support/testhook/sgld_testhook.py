@@ -14,7 +14,7 @@ import base64
 import dataclasses
 import gc
 import hashlib
-import importlib
+import importlib.util
 import os
 import time
 from typing import Any
@@ -23,6 +23,7 @@ from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookTy
 
 ROOT = "sglang.multimodal_gen.runtime."
 collected = 0
+library: Any = None  # operators live as long as this object
 
 
 def register() -> None:
@@ -31,8 +32,39 @@ def register() -> None:
         owner, name = broken.rsplit(".", 1)
         module, _, cls = owner.rpartition(".")
         delattr(getattr(importlib.import_module(module), cls), name)
+    define_cpu_norms()
     HookRegistry.register(ROOT + "entrypoints.http_server.create_app", add_route, HookType.AFTER)
     HookRegistry.register(ROOT + "managers.scheduler.Scheduler.__init__", add_handler, HookType.AFTER)
+
+
+def define_cpu_norms() -> None:
+    """The two operators of sgl_kernel that Wan's blocks call on a CPU; the engine of the tests has no sgl_kernel."""
+    global library
+    import torch
+
+    if library is not None or importlib.util.find_spec("sgl_kernel") is not None:
+        return
+
+    def norm_scale_shift(x, weight, bias, scale, shift, norm_type, eps):  # type: ignore[no-untyped-def]
+        wide = x.float()
+        weight, bias = (None if each is None else each.float() for each in (weight, bias))
+        if norm_type == "layer":
+            normed = torch.nn.functional.layer_norm(wide, wide.shape[-1:], weight, bias, eps)
+        else:
+            normed = torch.nn.functional.rms_norm(wide, wide.shape[-1:], weight, eps)
+        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype)
+
+    def residual_norm_scale_shift(residual, x, gate, *norm):  # type: ignore[no-untyped-def]
+        summed = residual + (x if gate is None else x * gate).to(residual.dtype)
+        return norm_scale_shift(summed, *norm), summed
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    norm = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str norm_type, float eps"
+    library.define(f"fused_norm_scale_shift_cpu(Tensor x, {norm}) -> Tensor")
+    residual = "Tensor residual, Tensor x, Tensor? gate"
+    library.define(f"fused_scale_residual_norm_scale_shift_cpu({residual}, {norm}) -> (Tensor, Tensor)")
+    library.impl("fused_norm_scale_shift_cpu", norm_scale_shift, "CPU")
+    library.impl("fused_scale_residual_norm_scale_shift_cpu", residual_norm_scale_shift, "CPU")
 
 
 def request_class() -> type:

@@ -316,6 +316,7 @@ def test_neither_side_needs_sglang():
 def test_a_module_that_the_payload_lacks_is_named():
     with pytest.raises(RequestError, match="nothing for module 'transformer_2'; it has transformer"):
         named_tensors({"transformer": []}, None, ["transformer", "transformer_2"])
+    assert named_tensors({"transformer": []}, None, ["transformer", "vae"], routed=["vae"]) == {"transformer": []}
 
 
 def test_a_module_that_was_not_announced_is_named():
