@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import pytest
@@ -39,6 +40,8 @@ def row(group):
 
 
 def row_segments(group):
+    if "input_sizes" not in inspect.signature(linear.RowParallelLinear).parameters:
+        pytest.skip("sglang 0.5.21 and 0.5.22 have no layer whose input is several segments")
     return linear.RowParallelLinear(IN, OUT, bias=False, tp_group=group, input_sizes=[4, 8])
 
 
