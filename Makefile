@@ -16,7 +16,7 @@ help:
 	@echo "make demo     start the real engine, push LoRA updates, verify them, draw the images"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
-	@echo "make test-matrix   what depends on sglang, with each of $(ENGINES) (2.4 GB and about 12 minutes each)"
+	@echo "make test-matrix   what depends on sglang, on each of sglang $(ENGINES) (2.4 GB each)"
 
 install: $(INSTALLED)
 

@@ -21,8 +21,9 @@ import torch
 ENGINE_SITE = Path(__file__).parent / "engine_site"
 LAUNCHER = Path(__file__).parent / "launch" / "serve.py"
 START_TIMEOUT_S = 240
+BEFORE_0_5_23 = version("sglang") in ("0.5.21", "0.5.22")
 # The older ones spin while they have nothing to do, and know no flag against it.
-IDLE = () if version("sglang") in ("0.5.21", "0.5.22") else ("--sleep-on-idle",)
+IDLE = () if BEFORE_0_5_23 else ("--sleep-on-idle",)
 
 
 class ServerDied(Exception):

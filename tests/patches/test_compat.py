@@ -30,7 +30,7 @@ def test_a_supported_version_is_served(monkeypatch, version):
     assert compat.check_version({}) is None
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.20", "0.5.24", "0.6.0"])
 def test_another_version_is_refused_with_all_ways_out(monkeypatch, version):
     found(monkeypatch, version)
     problem = compat.check_version({})
