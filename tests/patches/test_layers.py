@@ -15,6 +15,7 @@ from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Span
 from support.server import BEFORE_0_5_23
 
+pytest.importorskip("sglang.multimodal_gen.runtime.layers.quantization")  # 0.5.21 cannot import linear before it
 linear = pytest.importorskip("sglang.multimodal_gen.runtime.layers.linear")
 from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT  # noqa: E402
 
