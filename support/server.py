@@ -21,9 +21,6 @@ import torch
 ENGINE_SITE = Path(__file__).parent / "engine_site"
 LAUNCHER = Path(__file__).parent / "launch" / "serve.py"
 START_TIMEOUT_S = 240
-BEFORE_0_5_23 = version("sglang") in ("0.5.21", "0.5.22")
-# The older ones spin while they have nothing to do, and know no flag against it.
-IDLE = () if BEFORE_0_5_23 else ("--sleep-on-idle",)
 
 
 class ServerDied(Exception):
@@ -76,14 +73,21 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def before_0_5_23() -> bool:
+    """Whether the engine here is sglang 0.5.21 or 0.5.22."""
+    return version("sglang") in ("0.5.21", "0.5.22")
+
+
 def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = ()) -> list[str]:
     """The command line of a CPU engine."""
     master, scheduler = free_ports(2)
+    # the older ones spin while they have nothing to do, and know no flag against it
+    idle = () if before_0_5_23() else ("--sleep-on-idle",)
     return [
         sys.executable, str(LAUNCHER), "serve", "--model-path", str(model), "--model-id", model_id,
         "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
         "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output),
-        *IDLE, *arguments,
+        *idle, *arguments,
     ]  # fmt: skip
 
 

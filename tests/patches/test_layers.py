@@ -13,7 +13,7 @@ from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Span
-from support.server import BEFORE_0_5_23
+from support.server import before_0_5_23
 
 pytest.importorskip("sglang.multimodal_gen.runtime.layers.quantization")  # 0.5.21 cannot import linear before it
 linear = pytest.importorskip("sglang.multimodal_gen.runtime.layers.linear")
@@ -41,7 +41,7 @@ def row(group):
 
 
 def row_segments(group):
-    if BEFORE_0_5_23:
+    if before_0_5_23():
         pytest.skip("no layer of sglang 0.5.21 and 0.5.22 has an input of several segments")
     return linear.RowParallelLinear(IN, OUT, bias=False, tp_group=group, input_sizes=[4, 8])
 
