@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support import lora
+from support import lora, server
 
 
 def moved(targets, by=0.25):
@@ -96,6 +97,10 @@ def test_conditioning_caches_follow_an_update(zimage):
     assert zimage.server.image("a dog") == first
 
 
+@pytest.mark.skipif(
+    server.before_0_5_23(),
+    reason="sglang 0.5.21 and 0.5.22 load no adapter of their own on a CPU: torch.cpu.empty_cache",
+)
 def test_an_adapter_of_sglangs_own_starts_from_the_base_and_then_keeps_ours_out(sd3_of_its_own, tmp_path):
     """``/v1/set_lora`` after an update of ours: its snapshot is W0, not W'. The layers then stay wrapped."""
     sd3 = sd3_of_its_own
