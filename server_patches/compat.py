@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-SUPPORTED = ("0.5.23",)
+SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
 UNTESTED_VARIABLE = "SGLD_LORA_ALLOW_UNTESTED_SGLANG"
 _ROOT = "sglang.multimodal_gen.runtime."
 

@@ -15,6 +15,7 @@ from sglang.multimodal_gen.runtime.entrypoints import http_server
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
 from server_patches import metrics
+from server_patches.backport import give_failure
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
 from server_patches.journal import Entry, line
 from server_patches.record import Record, digest
@@ -328,6 +329,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
     routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s)
     app.state.sgld_lora_merge = routes
+    give_failure(app, async_scheduler_client)
     app.include_router(routes.router())
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())

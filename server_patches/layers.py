@@ -266,7 +266,7 @@ def _partition(layer: Any) -> tuple[_Rows, list[tuple[int, Span]], int]:
         sizes = layer.output_sizes if isinstance(layer, MergedColumnParallelLinear) else [layer.output_size]
         return [(size, _part(rank, size // shards)) for size in sizes], [everything(layer.input_size)], shards
     if isinstance(layer, RowParallelLinear):
-        segments = layer.input_sizes or [layer.input_size]
+        segments = getattr(layer, "input_sizes", None) or [layer.input_size]  # sglang 0.5.23 brought segments
         return [everything(layer.output_size)], [(size, _part(rank, size // shards)) for size in segments], shards
     if isinstance(layer, MergedReplicatedLinear):
         return [everything(size) for size in layer.output_sizes], [everything(layer.input_size)], 1

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,21 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def before_0_5_23() -> bool:
+    """Whether the engine here is sglang 0.5.21 or 0.5.22."""
+    return version("sglang") in ("0.5.21", "0.5.22")
+
+
 def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = ()) -> list[str]:
     """The command line of a CPU engine."""
     master, scheduler = free_ports(2)
+    # the older ones spin while they have nothing to do, and know no flag against it
+    idle = () if before_0_5_23() else ("--sleep-on-idle",)
     return [
         sys.executable, str(LAUNCHER), "serve", "--model-path", str(model), "--model-id", model_id,
         "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
-        "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output), "--sleep-on-idle",
-        *arguments,
+        "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output),
+        *idle, *arguments,
     ]  # fmt: skip
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
+from packaging.requirements import Requirement
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import compat
+
+ROOT = Path(__file__).parents[2]
 
 
 def found(monkeypatch, version):
@@ -23,7 +30,7 @@ def test_a_supported_version_is_served(monkeypatch, version):
     assert compat.check_version({}) is None
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.20", "0.5.24", "0.6.0"])
 def test_another_version_is_refused_with_all_ways_out(monkeypatch, version):
     found(monkeypatch, version)
     problem = compat.check_version({})
@@ -53,3 +60,11 @@ def test_hooks_that_did_not_take_are_named():
     targets = [patch.target for patch in compat.patches()]
     assert compat.unapplied(set(targets)) is None
     assert targets[0] in compat.unapplied(set(targets[1:]))
+
+
+def test_the_matrix_and_the_engine_extra_have_the_supported_versions():
+    (engines,) = re.findall(r"^ENGINES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tuple(engines.split()) == compat.SUPPORTED
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    allowed = Requirement(extras["engine"][0]).specifier
+    assert tuple(f"0.5.{patch}" for patch in range(15, 30) if f"0.5.{patch}" in allowed) == compat.SUPPORTED

@@ -20,7 +20,7 @@ def test_an_unsupported_sglang_stops_the_start(zimage_checkpoint, tmp_path):
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.19\n")
     log = refused(zimage_checkpoint, tmp_path, {"PYTHONPATH": str(metadata.parent)})
-    assert "sgld-lora-merge: sglang 0.5.19 is not supported, 0.5.23 is" in log
+    assert "sgld-lora-merge: sglang 0.5.19 is not supported, 0.5.21 or 0.5.22 or 0.5.23 is" in log
     assert "SGLANG_PLUGINS" in log
 
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from support import lora
+from support import lora, server
 
 ONE, TWO = ("--num-gpus", "1"), ("--num-gpus", "2")
 
@@ -59,6 +59,8 @@ def sglang_adapter(zimage_checkpoint, tmp_path_factory):
 def entered(request, serve_zimage, sglang_adapter):
     """The state, and an engine in it."""
     state = STATES[request.param]
+    if state.sglang_adapter and server.before_0_5_23():
+        pytest.skip("sglang 0.5.21 and 0.5.22 load no adapter of their own on a CPU: torch.cpu.empty_cache")
     at_start = ("--lora-path", str(sglang_adapter)) if state.sglang_adapter == "start" else ()
     with serve_zimage(*state.arguments, *at_start, OMP_NUM_THREADS="1") as engine:
         if state.sglang_adapter == "route":
