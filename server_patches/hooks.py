@@ -52,6 +52,7 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         stop(str(error))
     scheduler.request_handlers[MergeReq] = _worker.handle
     logger.info("sgld-lora-merge is in force: %s", _worker.engine.precision)
+    _worker.states.compile_ahead()
 
 
 def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
-from sgld_lora_merge.engine import DEFAULT_ADAPTER
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from server_patches.derived import forget_derived
 from server_patches.layers import EngineModule
 from server_patches.offload import is_layerwise, unpark
-from sgld_lora_merge.engine import MergeEngine, Plan
+from server_patches.warmup import compile_in_background
+from sgld_lora_merge.engine import MERGEABLE_DTYPES, MergeEngine, Plan
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.precision import Precision
 
@@ -76,6 +77,17 @@ class EngineStates:
     @property
     def sleeping(self) -> bool:
         return bool(self.gpu_worker.is_sleeping())
+
+    def compile_ahead(self) -> None:
+        """In the background, for what the transformers' weights are."""
+        weights = {
+            parameter.dtype
+            for name, module in self.modules().items()
+            if name.startswith("transformer")
+            for parameter in module.parameters()
+            if parameter.dim() == 2 and parameter.dtype in MERGEABLE_DTYPES
+        }
+        compile_in_background(get_local_torch_device(), self.engine.precision, weights)
 
     # before a plan
 

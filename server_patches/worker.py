@@ -33,7 +33,8 @@ from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from server_patches.warnings import Warnings
 from sgld_lora_merge.adapter_file import read_adapter
-from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleState, ModuleUpdate, Plan
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER
+from sgld_lora_merge.engine import ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
 from sgld_lora_merge.families import Family, family_of, load_families, route, route_layers
 from sgld_lora_merge.kernels import MergeStats

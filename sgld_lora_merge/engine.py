@@ -16,20 +16,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from sgld_lora_merge import kernels, kohya
+from sgld_lora_merge.adapters import (
+    DEFAULT_ADAPTER,
+    Adapters,
+    Placed,
+    all_pairs,
+    all_placed,
+    on_host,
+    owned,
+    terms_at,
+)
 from sgld_lora_merge.base_store import BaseStore, Key, snapshot
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
-from sgld_lora_merge.kernels import MergeJob, MergeStats, Term
+from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Span, Target
+from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
 
-DEFAULT_ADAPTER = "default"
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,16 +65,8 @@ class ModuleUpdate:
     adapter: str = DEFAULT_ADAPTER
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A pair at one of its targets; once it is in the engine's own memory, perhaps only what this rank takes of it."""
-
-    pair: Pair
-    target: Target
-
-
-Adapter = Mapping[Key, Placed]
-Adapters = Mapping[str, Adapter]  # by name; a target's merged weight is W0 plus what each of them has there
+Weights = Callable[[str], torch.Tensor]
+TargetJob = tuple[Target, MergeJob]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,7 @@ class ModulePlan:
         snapshots: W0 of those that are merged into for the first time.
         branches_before, branches_after: of those that are dynamic.
         offloaded: how weights are written that cannot be in place.
+        jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
     """
 
     module: str
@@ -87,6 +90,8 @@ class ModulePlan:
     branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
     branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
     offloaded: Offloaded | None = None
+    jobs_before: Sequence[TargetJob] = ()
+    jobs_after: Sequence[TargetJob] = ()
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -132,7 +137,7 @@ class ModuleState:
     @property
     def pairs(self) -> list[Pair]:
         """Every live pair, of all adapters."""
-        return _pairs(self.live)
+        return all_pairs(self.live)
 
 
 class MergeEngine:
@@ -263,8 +268,12 @@ class MergeEngine:
 
         The second one's W0 would be a weight into which the first one is merged.
         """
-        held = {(name, placed.target.key): placed for name, state in self.states.items() for placed in _all(state.live)}
-        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in _all(plan.after)}
+        held = {
+            (name, placed.target.key): placed
+            for name, state in self.states.items()
+            for placed in all_placed(state.live)
+        }
+        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in all_placed(plan.after)}
         extents = []
         for (module, _), placed in held.items():
             if module not in views or placed.target.dynamic:
@@ -284,39 +293,43 @@ class MergeEngine:
 
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
         """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
-        owned = []
-        for plan in plans:
-            after = {name: _owned(adapter, self.precision) for name, adapter in plan.after.items()}
-            owned.append(self._prepared(replace(plan, after=after)))
-        both_ways = [job for plan in owned for after in (True, False) for job in self._outline(plan, after=after)]
-        scratch = {device: kernels.scratch_for(jobs, self.precision) for device, jobs in _by_device(both_ways).items()}
-        return Plan(tuple(owned), scratch)
+        prepared = tuple(self._prepared(plan) for plan in plans)
+        jobs = _by_device([job for plan in prepared for job in self._all_jobs(plan)])
+        return Plan(prepared, {device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()})
 
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
-        """With W0 of new targets, the branches of dynamic ones, and the way to weights that are offloaded."""
+        """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
-        new = [target for target in plan.written if not target.dynamic and target.key not in store]
-        before, after = {}, {}
-        for target in plan.written:
-            if target.dynamic and view.branches is not None:
-                terms = _terms(plan.after, target)
-                before[target.key] = view.branches.live(target.key)
-                after[target.key] = view.branches.make(target.rows, terms) if terms else None
-        return replace(
+        place = partial(_place, view)
+        after = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
+        new = [target for target in plan.merged if target.key not in store]
+        branches = _branches(view, plan, after)
+        plan = replace(
             plan,
+            after=after,
             snapshots={target.key: snapshot(_rows(view, target)) for target in new},
-            branches_before=before,
-            branches_after=after,
+            branches_before={key: branch for key, (branch, _) in branches.items()},
+            branches_after={key: branch for key, (_, branch) in branches.items()},
             offloaded=view.offloaded({target.weight for target in plan.merged}),
         )
+        if plan.offloaded is not None:
+            return plan
+        base = partial(self._base, plan)
+        return replace(
+            plan,
+            jobs_before=_jobs(plan.before, plan.merged, view.weight, base),
+            jobs_after=_jobs(plan.after, plan.merged, view.weight, base),
+        )
 
-    def _outline(self, plan: ModulePlan, *, after: bool) -> list[MergeJob]:
-        """The jobs of a plan, for their sizes only: their bases are not read."""
-        weights = self._modules()[plan.module].weight if plan.offloaded is None else plan.offloaded.blank
-        adapters = plan.after if after else plan.before
+    def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
+        """The jobs of both ways; of offloaded weights only their outlines, whose bases are not read."""
+        if plan.offloaded is None:
+            return [job for _, job in (*plan.jobs_before, *plan.jobs_after)]
+        blank = plan.offloaded.blank
         return [
             job
-            for _, job in _jobs(adapters, plan.merged, weights, lambda target: _part(weights(target.weight), target))
+            for adapters in (plan.before, plan.after)
+            for _, job in _jobs(adapters, plan.merged, blank, lambda target: _part(blank(target.weight), target))
         ]
 
     # commit
@@ -326,15 +339,12 @@ class MergeEngine:
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
-        return {
-            module.module: self._write(module, module.after, module.branches_after, plan.scratch)
-            for module in plan.modules
-        }
+        return {part.module: self._write(part, plan.scratch, after=True) for part in plan.modules}
 
     def revert(self, plan: Plan) -> None:
         """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
-        for module in plan.modules:
-            self._write(module, module.before, module.branches_before, plan.scratch)
+        for part in plan.modules:
+            self._write(part, plan.scratch, after=False)
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
@@ -357,31 +367,28 @@ class MergeEngine:
             state = self.states[name]
             state.weight_version, state.previous, state.previous_version = version, None, None
 
-    def _write(
-        self,
-        plan: ModulePlan,
-        adapters: Adapters,
-        branches: Mapping[Key, Branch | None],
-        scratch: Mapping[torch.device, kernels.Scratch | None],
-    ) -> MergeStats:
+    def _write(self, plan: ModulePlan, scratch: Mapping[torch.device, kernels.Scratch], *, after: bool) -> MergeStats:
         view = self._modules()[plan.module]
-        for key, branch in branches.items():
+        for key, branch in (plan.branches_after if after else plan.branches_before).items():
             assert view.branches is not None
             view.branches.set(key, branch)
+        if plan.offloaded is None:
+            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before, scratch)
         total = MergeStats()
-        for weights, targets in _open(view, plan.offloaded, plan.merged):
-            total += self._merge(plan, adapters, targets, weights, scratch)
+        for weights, targets in _one_by_one(plan.offloaded, plan.merged):
+            adapters = plan.after if after else plan.before
+            jobs = _jobs(adapters, targets, weights, partial(self._base, plan))
+            total += self._merge(plan, targets, weights, jobs, scratch)
         return total
 
     def _merge(
         self,
         plan: ModulePlan,
-        adapters: Adapters,
         targets: Sequence[Target],
-        weights: Callable[[str], torch.Tensor],
-        scratch: Mapping[torch.device, kernels.Scratch | None],
+        weights: Weights,
+        jobs: Sequence[TargetJob],
+        scratch: Mapping[torch.device, kernels.Scratch],
     ) -> MergeStats:
-        jobs = _jobs(adapters, targets, weights, lambda target: self._base(plan, target))
         merged = {target.key for target, _ in jobs}
         with torch.inference_mode():
             for target in targets:
@@ -409,7 +416,7 @@ class MergeEngine:
     def effective(self, module: str, target: Target) -> torch.Tensor:
         """What a target's layer computes with: its weight, or W0 merged with what its branch adds."""
         weight = _rows(self._modules()[module], target)
-        terms = _terms(self.state(module).live, target)
+        terms = terms_at(self.state(module).live, target)
         if not target.dynamic or not terms or not weight.numel():
             return weight
         if weight.dtype not in MERGEABLE_DTYPES:
@@ -425,20 +432,24 @@ class MergeEngine:
         """Write W0 back into every live target of a module, before something else reads or changes its weights."""
         state = self.state(module)
         view = self._modules()[module]
-        targets = {placed.target.key: placed.target for placed in _all(state.live)}
+        targets = {placed.target.key: placed.target for placed in all_placed(state.live)}
         for target in targets.values():
             if target.dynamic and view.branches is not None:
                 view.branches.set(target.key, None)
         merged = [target for target in targets.values() if not target.dynamic]
+        offloaded = view.offloaded({target.weight for target in merged})
         with torch.inference_mode():
-            for weights, here in _open(view, view.offloaded({target.weight for target in merged}), merged):
+            for weights, here in [(view.weight, merged)] if offloaded is None else _one_by_one(offloaded, merged):
                 for target in here:
                     _part(weights(target.weight), target).copy_(state.store[target.key])
 
     def suspend(self, module: str) -> None:
-        """Write W0 back and drop the store; the adapters stay, for `resume`."""
+        """Write W0 back and drop the store; the adapters stay on the host, for `resume`."""
         self.restore(module)
-        self.state(module).store.drop()
+        state = self.state(module)
+        state.store.drop()
+        state.live = on_host(state.live)
+        state.previous = None if state.previous is None else on_host(state.previous)
 
     def resume(self, module: str) -> dict[str, MergeStats]:
         """Merge the live adapters again after `suspend`: the same W0 and the same pairs give the same bytes."""
@@ -446,6 +457,7 @@ class MergeEngine:
         plan = self._allocate([_exchange(module, {}, state.live)])
         stats = self.commit(plan)
         state.store.adopt(plan.modules[0].snapshots)
+        state.live = plan.modules[0].after
         return stats
 
     def forget(self, module: str, weight_version: str | None = None) -> None:
@@ -458,38 +470,32 @@ def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
     changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
     touched = [placed for name in changed for side in (before, after) for placed in side.get(name, {}).values()]
     targets = {placed.target.key: placed.target for placed in touched}
-    layers = sorted({placed.pair.layer for placed in _all(after)})
+    layers = sorted({placed.pair.layer for placed in all_placed(after)})
     return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
 
 
-def _all(adapters: Adapters) -> list[Placed]:
-    return [placed for adapter in adapters.values() for placed in adapter.values()]
-
-
-def _pairs(adapters: Adapters) -> list[Pair]:
-    return list({id(placed.pair): placed.pair for placed in _all(adapters)}.values())
+def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:
+    """What the layers of a plan's dynamic targets add now, and what they will."""
+    branches: dict[Key, tuple[Branch | None, Branch | None]] = {}
+    for target in plan.written:
+        if target.dynamic and view.branches is not None:
+            terms = terms_at(after, target)
+            then = view.branches.make(target.rows, terms) if terms else None
+            branches[target.key] = view.branches.live(target.key), then
+    return branches
 
 
 def _jobs(
-    adapters: Adapters,
-    targets: Sequence[Target],
-    weights: Callable[[str], torch.Tensor],
-    base: Callable[[Target], torch.Tensor],
-) -> list[tuple[Target, MergeJob]]:
+    adapters: Adapters, targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
+) -> list[TargetJob]:
     """The merges of those targets that an adapter has something for."""
     jobs = []
     for target in targets:
-        terms = _terms(adapters, target)
+        terms = terms_at(adapters, target)
         out = _part(weights(target.weight), target)
         if terms and out.numel():
             jobs.append((target, MergeJob(out, base(target).to(out.device), terms)))
     return jobs
-
-
-def _terms(adapters: Adapters, target: Target) -> tuple[Term, ...]:
-    """What the adapters have at a target; in the order of their names, whatever the order they came in."""
-    placed = [adapter[target.key] for _, adapter in sorted(adapters.items()) if target.key in adapter]
-    return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
 
 
 def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
@@ -500,16 +506,16 @@ def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
     return groups
 
 
-def _open(
-    view: ModuleView, offloaded: Offloaded | None, targets: Sequence[Target]
-) -> Iterator[tuple[Callable[[str], torch.Tensor], Sequence[Target]]]:
-    """Writable weights by name, and the targets that are written there: all at once, or one weight after the other."""
-    if offloaded is None:
-        yield view.weight, targets
-        return
+def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tuple[Weights, Sequence[Target]]]:
+    """Writable weights by name, one after the other, and the targets that are in each."""
     for name in dict.fromkeys(target.weight for target in targets):
         with offloaded.opened(name) as weight:
             yield {name: weight}.__getitem__, [target for target in targets if target.weight == name]
+
+
+def _place(view: ModuleView, target: Target) -> torch.device:
+    """Where the pairs of a target are kept: beside the weight that they are merged into."""
+    return torch.device("cpu") if target.dynamic else view.weight(target.weight).device
 
 
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
@@ -518,50 +524,6 @@ def _rows(view: ModuleView, target: Target) -> torch.Tensor:
 
 def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
     return weight[target.rows.start : target.rows.stop]
-
-
-def own_copy(pair: Pair) -> Pair:
-    """The pair in memory of the engine's own, on the host."""
-    rows, columns = Span(0, pair.b.shape[0]), Span(0, pair.a.shape[1])
-    return replace(pair, a=_copied(pair.a, [columns], dim=1), b=_copied(pair.b, [rows], dim=0), owned=True)
-
-
-def own_part(pair: Pair, targets: Sequence[Target]) -> tuple[Pair, list[Target]]:
-    """What targets of the same columns take of a pair, as `own_copy` has it, and the targets upon that."""
-    columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
-    part = replace(pair, a=_copied(pair.a, columns, dim=1), b=_copied(pair.b, rows, dim=0), owned=True)
-    moved, start = [], 0
-    for target in targets:
-        own_rows = Span(0, sum(span.size for span in target.b_rows)).shifted(start)
-        moved.append(replace(target, b_rows=(own_rows,), a_cols=(Span(0, part.a.shape[1]),)))
-        start = own_rows.stop
-    return part, moved
-
-
-def _copied(tensor: torch.Tensor, spans: Sequence[Span], dim: int) -> torch.Tensor:
-    """Those spans of one dimension, one after the other, copied to the host, also where the tensor is there already."""
-    sizes = [span.size for span in spans]
-    copy = torch.empty([sum(sizes) if d == dim else size for d, size in enumerate(tensor.shape)], dtype=tensor.dtype)
-    for span, slot in zip(spans, copy.split(sizes, dim), strict=True):
-        slot.copy_(tensor.detach().narrow(dim, span.start, span.size))
-    return copy
-
-
-def _owned(adapter: Adapter, precision: Precision) -> Adapter:
-    """The adapter in the engine's own memory; what is there already stays the same object.
-
-    FP16 mode keeps pairs whole: its product is that of the whole layer, as a trainer computes it.
-    """
-    groups: dict[tuple[int, tuple[Span, ...]], list[Placed]] = {}
-    for placed in adapter.values():
-        if not placed.pair.owned:
-            groups.setdefault((id(placed.pair), placed.target.a_cols), []).append(placed)
-    owned = dict(adapter)
-    for group in groups.values():
-        pair, targets = group[0].pair, [placed.target for placed in group]
-        own, moved = (own_copy(pair), targets) if precision is Precision.FP16 else own_part(pair, targets)
-        owned |= {target.key: Placed(own, target) for target in moved}
-    return owned
 
 
 def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import from_json
 
-from sgld_lora_merge.engine import DEFAULT_ADAPTER
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.payload import FLATTENED_BUCKET
 

@@ -18,7 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.engine import DEFAULT_ADAPTER, ModuleUpdate, own_copy
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER, own_copy
+from sgld_lora_merge.engine import ModuleUpdate
 from sgld_lora_merge.errors import ConflictError, LoraMergeError
 from sgld_lora_merge.pairs import Pair
 

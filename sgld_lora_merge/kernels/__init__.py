@@ -1,7 +1,78 @@
-"""The front door of the merge: jobs in, statistics out. Which code runs behind it is decided here and nowhere else."""
+"""The front door of the merge: jobs in, statistics out. Which code runs behind it is decided here and nowhere else.
+
+On a GPU the grouped Triton kernel runs, elsewhere the definition in plain torch.
+"""
 
 from __future__ import annotations
 
-from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Scratch, Term, merge, scratch_for
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
 
-__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "merge", "scratch_for"]
+import torch
+
+from sgld_lora_merge.kernels import reference
+from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Term
+from sgld_lora_merge.precision import Precision
+
+__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "compile_ahead", "merge", "scratch_for"]
+
+logger = logging.getLogger(__name__)
+
+Scratch = Any  # of the code that made it
+
+
+def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch:
+    """Allocate, and compile, all that `merge` will need for these jobs or for some of them; None without jobs.
+
+    The jobs are those of one device. The values of their pairs must not change before the merge.
+    """
+    return _in_force(jobs[0].out.device).scratch_for(jobs, precision) if jobs else None
+
+
+def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> list[MergeStats]:
+    """Run the jobs, each written in place; one statistics object per job.
+
+    Parameters created under inference mode are writable here, and their version counters do not move. The very jobs
+    that the scratch was made for cost the least.
+    """
+    if scratch is None:
+        return []
+    code = reference if isinstance(scratch, reference.Scratch) else _kernel()
+    results: list[MergeStats] = code.merge(jobs, precision, scratch)
+    return results
+
+
+def compile_ahead(
+    device: torch.device, precision: Precision, weight: torch.dtype, pair: torch.dtype, rank: int
+) -> None:
+    """Compile what a first update of such pairs would wait for; nothing to do on a CPU."""
+    code = _in_force(device)
+    if code is not reference:
+        code.compile_ahead(device, precision, weight, pair, rank)
+
+
+def _in_force(device: torch.device) -> ModuleType:
+    return _kernel_on(device) if device.type == "cuda" else reference
+
+
+@functools.cache
+def _kernel_on(device: torch.device) -> ModuleType:
+    """The kernel, if it compiles on this device: it takes a C compiler, and a GPU that it knows."""
+    try:
+        kernel = _kernel()
+        kernel.compile_ahead(device, Precision.FP32, torch.bfloat16, torch.bfloat16, 16)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.warning("the merge kernel cannot be used on %s, plain torch merges instead: %s", device, error)
+        return reference
+    return kernel
+
+
+def _kernel() -> ModuleType:
+    from sgld_lora_merge.kernels import triton
+
+    return triton

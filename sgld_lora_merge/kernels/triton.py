@@ -193,14 +193,17 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
     entries = {job: _entry(job, precision, staged) for job in jobs}
     taken = [entry for entry in entries.values() if entry is not None]
     fields = sum(len(entry.fields) for entry in taken)
+    programs = sum(entry.variant.programs for entry in taken)
+    table = torch.empty(fields, dtype=torch.int64, device=device)
+    partials = torch.empty(programs, STATISTICS.value, dtype=torch.float64, device=device)
+    for variant in {entry.variant for entry in taken}:
+        _compile(variant, table, partials)
     return Scratch(
         entries,
         staged,
-        torch.empty(fields, dtype=torch.int64, device=device),
+        table,
         torch.empty(fields, dtype=torch.int64, pin_memory=device.type == "cuda"),
-        torch.empty(
-            sum(entry.variant.programs for entry in taken), STATISTICS.value, dtype=torch.float64, device=device
-        ),
+        partials,
         torch.empty(len(taken), STATISTICS.value, dtype=torch.float64, device=device),
         reference.scratch_for([job for job, entry in entries.items() if entry is None], precision),
     )
@@ -260,6 +263,23 @@ def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> 
         first_field += count * len(members[0][1].fields)
         first_program += count * programs
         first_job += count
+
+
+_compiled: set[tuple[torch.device, frozenset[tuple[str, Any]]]] = set()
+
+
+def _compile(variant: Variant, table: torch.Tensor, partials: torch.Tensor) -> None:
+    """Compile and load the kernel, so that a launch of it has nothing left that can fail.
+
+    The arguments that are not constants are not specialised on, so that one binary serves them all. A launch of no
+    program does all of this and runs nothing.
+    """
+    known = (table.device, frozenset(variant.constants.items()))
+    if known in _compiled or table.device.type != "cuda":
+        return
+    with torch.cuda.device_of(table):
+        merge_group[(0, 1)](table, partials, 0, 0, variant.rows, variant.columns, variant.walk, **variant.constants)
+    _compiled.add(known)
 
 
 def compile_ahead(
