@@ -97,7 +97,8 @@ class EngineModule:
 
     def weight(self, name: str) -> torch.Tensor:
         host = host_weight(self._module, name)
-        return as_rows(_local(self._module.get_parameter(name)) if host is None else host)
+        weight: torch.Tensor = self._owner(name).weight
+        return as_rows(_local(weight) if host is None else host)
 
     def offloaded(self, names: Collection[str]) -> HostWeights | None:
         if all(self.weight(name).device.type == self._device.type for name in names):
@@ -180,10 +181,10 @@ class EngineModule:
             if hasattr(self._layers[name], "_sgl_gate"):
                 raise CannotLand(f"a fast path of {type(self._layers[name]).__name__} keeps copies of its weights")
 
-    def _owner(self, weight: str) -> nn.Module:
+    def _owner(self, weight: str) -> Any:
         return self._layers[weight.removesuffix(".weight")]
 
-    def _landing(self, name: str, layer: nn.Module, section: Section, swapped: bool) -> Landing:
+    def _landing(self, name: str, layer: Any, section: Section, swapped: bool) -> Landing:
         weight = f"{name}.weight"
         dynamic = self._is_dynamic(name, layer)
         kernel = kernel_of(layer)
@@ -210,8 +211,8 @@ class EngineModule:
                     dynamic=dynamic,
                 )
             )
-        if not dynamic and isinstance(parameter := self._module.get_parameter(weight), DTensor):
-            targets = _own_rows(targets, parameter)
+        if not dynamic and isinstance(layer.weight, DTensor):
+            targets = _own_rows(targets, layer.weight)
         return Landing(tuple(targets), whole, in_features, kernel)
 
     def _is_dynamic(self, name: str, layer: Any) -> bool:

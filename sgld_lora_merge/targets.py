@@ -220,7 +220,7 @@ class LinearModule:
         return whole_weight(f"{layer}.weight", *features(found), kernel)
 
     def weight(self, name: str) -> torch.Tensor:
-        return as_rows(self._module.get_parameter(name).data)
+        return as_rows(self._layers[name.removesuffix(".weight")].get_parameter("weight").data)
 
     def offloaded(self, names: Collection[str]) -> None:
         return None

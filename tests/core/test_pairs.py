@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sgld_lora_merge.pairs import PAIR_DTYPES, layer_name, pair_up, parse_name
+from sgld_lora_merge.pairs import PAIR_DTYPES, _all_finite, _Half, layer_name, pair_up, parse_name
 
 LAYER = "transformer_blocks.0.attn.to_q"
 
@@ -433,3 +433,13 @@ def test_an_alpha_may_be_required_and_then_any_source_of_it_will_do():
 
     assert [fault.split(":")[0] for fault in pairing.faults] == ["'x' has no alpha"]
     assert pair_up(named, alpha=1, alpha_required=True).faults == ()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_quick_check_of_a_gpu_never_takes_a_bad_value_for_a_good_one(bad, dtype):
+    """It may only deny a good one, whose square is too large: the exact check follows then."""
+    halves = [_Half(str(i), "", torch.randn(5, 3).to(dtype)) for i in range(4)]
+    assert _all_finite(halves)
+    halves[2].tensor[4, 1] = bad
+    assert not _all_finite(halves)

@@ -78,7 +78,7 @@ def test_fp32_mode_keeps_both_halves_of_its_promise(dtype, rank):
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def test_the_engine_on_a_gpu_keeps_w0_on_the_device_and_pairs_on_the_host():
+def test_the_engine_on_a_gpu_keeps_w0_on_the_device_and_pairs_beside_it():
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.Linear(512, 256, bias=False))
     model = model.to("cuda", torch.bfloat16)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -90,7 +90,7 @@ def test_the_engine_on_a_gpu_keeps_w0_on_the_device_and_pairs_on_the_host():
     engine.settle(plan, "1")
     state = engine.state("m")
     assert (state.store.kind, state.store.nbytes) == ("device", 256 * 512 * 2)
-    assert {p.a.device.type for p in state.pairs} == {"cpu"}
+    assert {p.a.device.type for p in state.pairs} == {"cuda"}
     expected = before[0] + ((pair.b.bfloat16() @ pair.a.bfloat16()) * 1.5)
     assert torch.equal(model[0].weight, expected)
     assert torch.equal(model[1].weight, before[1])
