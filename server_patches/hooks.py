@@ -75,8 +75,10 @@ def take_out(*_: Any, **__: Any) -> None:
 
 
 def tell_adapters(status: dict[str, Any], *_: Any, **__: Any) -> None:
+    from server_patches import report
+
     if _worker is not None:
-        _worker.tell_adapters(status)
+        report.tell_adapters(status, _worker.engine)
 
 
 def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

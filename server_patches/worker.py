@@ -11,39 +11,33 @@ Requests run one at a time in the scheduler's loop, so nothing here interleaves 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
-from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from torch import nn
 
 from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
 from server_patches.phases import Phases
+from server_patches.reading import Reading
+from server_patches.report import held, only, outcome, snapshot
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number
 from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from server_patches.warnings import Warnings
-from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.engine import ModuleState, ModuleUpdate, Plan
-from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError, name_some
-from sgld_lora_merge.families import Family, family_of, load_families, route, route_layers
+from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
+from sgld_lora_merge.families import Family, load_families, route_layers
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.pairs import Pair, pair_up
-from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.precision import Precision, precision_from_environment
-from sgld_lora_merge.protocol import DEFAULT_MODULE
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
-from sgld_lora_merge.unpickler import PayloadReader
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +83,7 @@ class MergeWorker:
         self._replica = replica
         self._phases = Phases(self.engine, self.states.weights_change, replica, timeout_s)
         self._max_staged_bytes = max_staged_bytes
-        self._families = families
+        self._reading = Reading(self.states, families)
         self._staged: StagedPairs | None = None
         self._timings: dict[str, dict[str, float]] = {}
         self._failed: str | None = None
@@ -133,7 +127,12 @@ class MergeWorker:
         except LoraMergeError as error:
             if isinstance(error, NotTogether):
                 self._failed = str(error)
-            output = {"status": error.status, "reason": error.reason, "success": False, "message": self._outcome(error)}
+            output = {
+                "status": error.status,
+                "reason": error.reason,
+                "success": False,
+                "message": outcome(error, self.engine),
+            }
         except Exception as error:  # the loop must answer: a request that dies here would leave the client waiting
             logger.exception("%s failed", req.operation)
             output = {
@@ -144,7 +143,7 @@ class MergeWorker:
             }
         output |= {
             "payload_opened": opened,
-            "snapshot": self.snapshot(),
+            "snapshot": self._snapshot(),
             "failed": self._failed,
             "staged_update": self._staged.update_id if self._staged is not None else None,
             "staged_bytes": self._staged.nbytes if self._staged is not None else 0,
@@ -216,7 +215,7 @@ class MergeWorker:
             "weight_version": version,
             "layers": plan.layers,
             "skipped": plan.skipped,
-            "merge_mode": _only(modes) if len(modes) < 2 else "mixed",
+            "merge_mode": only(modes) if len(modes) < 2 else "mixed",
             "merge_precision": str(self.engine.precision),
             "base_store": self.engine.state(names[0]).store.kind if names else None,
             "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
@@ -227,7 +226,7 @@ class MergeWorker:
     def _verify(self, req: MergeReq) -> dict[str, Any]:
         sent: Expectations = req.expected or {}
         nothing: Expectations = {module: {} for module in sent}  # a module without layers must exist all the same
-        expected = {**nothing, **route_layers(sent, self._routes(), sent)}
+        expected = {**nothing, **route_layers(sent, self._reading.routes, sent)}
         rows = self.engine.base if req.weights == "base" else self.engine.effective
         hear, first = self._phases.gather_all, self._phases.is_first
         return verify(expected, self.states.views(), rows, hear, first=first)
@@ -330,60 +329,8 @@ class MergeWorker:
     def _read(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
         """Own payload, or the uploaded file, to pairs by module."""
         staged = self._staged_for(req).pairs if req.update_id is not None else {}
-        self.states.prepare([*(req.target_modules or [DEFAULT_MODULE, *self._routes().values()]), *staged])
-        with clock.stage("deserialize"):
-            by_module, scaling = self._open(req, clock)
-        with clock.stage("validate"):
-            updates = []
-            views = self.states.views()
-            for name, named in by_module.items():
-                pairing = pair_up(
-                    named,
-                    alpha=req.lora_alpha,
-                    rank=req.lora_rank,
-                    layer_scaling=scaling.get(name),
-                    alpha_required=req.upload_path is not None,
-                )
-                faults = list(pairing.faults)
-                if name in views and not faults:
-                    faults += views[name].objections(pairing.pairs)
-                adapter = req.adapter or DEFAULT_ADAPTER
-                updates.append(
-                    ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
-                )
-            return updates
-
-    def _open(
-        self, req: MergeReq, clock: Clock
-    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by the module that they are for."""
-        routes = self._routes()
-        sent, sent_scaling = self._open_as_sent(req, clock, routes.values())
-        named = route(sent, routes, req.target_modules)
-        scaling = route_layers(sent_scaling, routes, req.target_modules)
-        modules = req.target_modules or [*dict.fromkeys((*named, *scaling))] or [DEFAULT_MODULE]
-        # a module for which nothing came stays, to be refused together with all that is wrong
-        return {module: named.get(module, []) for module in modules}, scaling
-
-    def _open_as_sent(
-        self, req: MergeReq, clock: Clock, routed: Collection[str]
-    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by the module whose list they are in."""
-        modules = req.target_modules or [DEFAULT_MODULE]
-        if req.upload_path is not None:
-            (module,) = modules
-            named, scaling = read_adapter(req.upload_path)
-            clock.opened = True
-            return {module: named}, {module: scaling}
-        world = get_world_group()  # of all replicas
-        shared = len(req.serialized_named_tensors) < world.world_size
-        reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
-        try:
-            content = decode(self._own_payload(req), reader)
-            reader.opened = True  # tensors may also have come inline, without a handle
-        finally:
-            clock.opened = reader.opened
-        return named_tensors(content, req.load_format, modules, routed), req.layer_scaling or {}
+        self.states.prepare([*self._reading.modules(req), *staged])
+        return self._reading.updates(req, clock)
 
     def _plan_reset(self, req: MergeReq, clock: Clock) -> Plan:
         self.states.prepare(self.engine.states if req.target_modules is None else req.target_modules)
@@ -401,7 +348,7 @@ class MergeWorker:
         What it does to a rank's weights cannot be undone; but every rank's result is heard, so that a failure neither
         hangs nor hides.
         """
-        content = self._agreed(self._open_full, req, clock, opened)
+        content = self._agreed(self._reading.full_weights, req, clock, opened)
         if req.step == "prepare":
             return {"message": "prepared"}
         try:
@@ -417,90 +364,16 @@ class MergeWorker:
             self.engine.forget(module, req.weight_version)
         return {"message": message, "weight_version": req.weight_version}
 
-    def _open_full(self, req: MergeReq, clock: Clock) -> Any:
-        self.states.refuse_sleep()
-        payload = self._own_payload(req)
-        monkey_patch_torch_reductions()  # sglang's convention for the GPU of a handle
-        try:
-            content = MultiprocessingSerializer.deserialize(payload)
-        except Exception as error:  # whatever a hostile or broken pickle ends in
-            raise RequestError(f"Failed to deserialize serialized_named_tensors: {error}") from error
-        clock.opened = True
-        return content
+    # around what sglang does, and what is said of it
 
-    # payloads and reports
-
-    def _routes(self) -> Mapping[str, str]:
-        """Prefix of tensor names -> module, as the loaded transformer's family has them."""
-        family = family_of(type(self.states.modules().get(DEFAULT_MODULE)), self._families)
-        return {} if family is None else family.routes
-
-    def _own_payload(self, req: MergeReq) -> str:
-        """The payload that this rank reads; by GPU where the request says so, else by rank."""
-        payloads, uuids = req.serialized_named_tensors, req.payload_gpu_uuids
-        if uuids is not None and torch.cuda.is_available():
-            own = normalised_uuid(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-            for uuid, payload in zip(uuids, payloads, strict=True):
-                if normalised_uuid(uuid) == own:
-                    return str(payload)
-            raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
-        if len(payloads) == 1:
-            return str(payloads[0])
-        world = get_world_group()
-        if len(payloads) != world.world_size:
-            raise RequestError(
-                f"serialized_named_tensors has {len(payloads)} payloads; one is needed, or one for each of "
-                f"{world.world_size} workers"
-            )
-        return str(payloads[world.rank_in_group])
-
-    def _outcome(self, error: LoraMergeError) -> str:
-        """The error, and what the engine serves now."""
-        if isinstance(error, NotTogether) or error.reason == "full_update":
-            return str(error)
-        versions = {name: state.weight_version for name, state in self.engine.states.items() if state.live}
-        live = ", ".join(f"{name} at weight_version {version!r}" for name, version in versions.items())
-        return f"{error}. Nothing was changed: the engine serves {live or 'the base weights'}"
-
-    def snapshot(self) -> dict[str, Any]:
-        """Every module's state as the status route shows it; store sizes are those of rank 0."""
-        modules = {}
-        for name in sorted(self.states.modules()):
-            state = self.engine.state(name)
-            pairs = state.pairs
-            adapters = {each: list(dict.fromkeys(p.pair for p in live.values())) for each, live in state.live.items()}
-            modules[name] = {
-                "state": self._state_of(name),
-                "weight_version": state.weight_version,
-                **_shape(pairs),
-                "adapters": {each: _shape(own) for each, own in adapters.items()},
-                "merge_precision": str(self.engine.precision),
-                "base_store": state.store.kind if state.store.nbytes else None,
-                "base_store_bytes": state.store.nbytes,
-                "rounding_loss": state.rounding_loss,
-                "timings_ms": self._timings.get(name, {}),
-            }
-        return modules
+    def _snapshot(self) -> dict[str, Any]:
+        words = {name: self._state_of(name) for name in self.states.modules()}
+        return snapshot(self.engine, words, self._timings)
 
     def sleep(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Around sglang's way to sleep; what is staged is dropped."""
         self._staged = self._prepared = self._before = None
         return self.states.release(original)
-
-    def tell_adapters(self, status: dict[str, Any]) -> None:
-        """Add what is live to sglang's own list of adapters, in its terms."""
-        for module, state in self.engine.states.items():
-            entries = status["active"].setdefault(module, []) if state.live else []
-            for adapter in sorted(state.live):
-                merged = self._state_of(module) == "merged"
-                own = {"nickname": adapter, "path": None}
-                entries.append(
-                    own
-                    | {"nicknames": [adapter], "merged": merged, "mode": "merged" if merged else "unmerged"}
-                    | {"strength": 1.0, "strengths": [1.0], "weight_version": state.weight_version}
-                )
-                if own not in status["loaded_adapters"]:
-                    status["loaded_adapters"].append(own)
 
     def generated(self) -> None:
         """After a generation."""
@@ -517,9 +390,7 @@ class MergeWorker:
             return "failed"
         if self._staged is not None and module in self._staged.pairs:
             return "staging"
-        live = self.engine.state(module).live.values()
-        dynamic = {placed.target.dynamic for adapter in live for placed in adapter.values()}
-        return "base" if not dynamic else "dynamic" if dynamic == {True} else "merged"
+        return held(self.engine, module)
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
@@ -543,16 +414,3 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
         load_families(),
     )
-
-
-def _shape(pairs: Collection[Pair]) -> dict[str, Any]:
-    return {
-        "layers": len({pair.layer for pair in pairs}),
-        "rank": _only({pair.rank for pair in pairs}),
-        "scale": _only({pair.scale for pair in pairs}),
-    }
-
-
-def _only(values: set[Any]) -> Any:
-    """The value that all layers share; a sorted list where they differ; None where there are none."""
-    return next(iter(values)) if len(values) == 1 else sorted(values) or None

@@ -1,0 +1,144 @@
+"""From a request to pairs by module: the payload or the file that this rank reads, and where its names belong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_world_group
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+from server_patches.clock import Clock
+from server_patches.requests import MergeReq
+from server_patches.states import EngineStates
+from sgld_lora_merge.adapter_file import read_adapter
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER
+from sgld_lora_merge.engine import ModuleUpdate
+from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.families import Family, family_of, route, route_layers
+from sgld_lora_merge.pairs import pair_up
+from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
+from sgld_lora_merge.protocol import DEFAULT_MODULE
+from sgld_lora_merge.unpickler import PayloadReader
+
+
+class Reading:
+    """One rank's reading of requests.
+
+    Args:
+        states: the engine's modules.
+        families: whose routes say to which module a tensor with a prefix belongs.
+    """
+
+    def __init__(self, states: EngineStates, families: Mapping[str, Family]) -> None:
+        self._states = states
+        self._families = families
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """Prefix of tensor names -> module, as the loaded transformer's family has them."""
+        family = family_of(type(self._states.modules().get(DEFAULT_MODULE)), self._families)
+        return {} if family is None else family.routes
+
+    def modules(self, req: MergeReq) -> list[str]:
+        """Modules that a request may be for, before its names are known."""
+        return req.target_modules or [DEFAULT_MODULE, *self.routes.values()]
+
+    def updates(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
+        """Own payload, or the uploaded file, to pairs by module; what is wrong with pairs is in the updates.
+
+        Raises:
+            RequestError: the payload cannot be read.
+        """
+        with clock.stage("deserialize"):
+            by_module, scaling = self._open(req, clock)
+        with clock.stage("validate"):
+            updates = []
+            views = self._states.views()
+            for name, named in by_module.items():
+                pairing = pair_up(
+                    named,
+                    alpha=req.lora_alpha,
+                    rank=req.lora_rank,
+                    layer_scaling=scaling.get(name),
+                    alpha_required=req.upload_path is not None,
+                )
+                faults = list(pairing.faults)
+                if name in views and not faults:
+                    faults += views[name].objections(pairing.pairs)
+                adapter = req.adapter or DEFAULT_ADAPTER
+                updates.append(
+                    ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
+                )
+            return updates
+
+    def full_weights(self, req: MergeReq, clock: Clock) -> Any:
+        """The content of a full-weight update, as sglang's own updater takes it.
+
+        Raises:
+            RequestError: the payload cannot be read.
+            ConflictError: the engine is asleep.
+        """
+        self._states.refuse_sleep()
+        payload = _own_payload(req)
+        monkey_patch_torch_reductions()  # sglang's convention for the GPU of a handle
+        try:
+            content = MultiprocessingSerializer.deserialize(payload)
+        except Exception as error:  # whatever a hostile or broken pickle ends in
+            raise RequestError(f"Failed to deserialize serialized_named_tensors: {error}") from error
+        clock.opened = True
+        return content
+
+    def _open(
+        self, req: MergeReq, clock: Clock
+    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+        """Named tensors and layer scaling, both by the module that they are for."""
+        routes = self.routes
+        sent, sent_scaling = self._open_as_sent(req, clock, routes.values())
+        named = route(sent, routes, req.target_modules)
+        scaling = route_layers(sent_scaling, routes, req.target_modules)
+        modules = req.target_modules or [*dict.fromkeys((*named, *scaling))] or [DEFAULT_MODULE]
+        # a module for which nothing came stays, to be refused together with all that is wrong
+        return {module: named.get(module, []) for module in modules}, scaling
+
+    def _open_as_sent(
+        self, req: MergeReq, clock: Clock, routed: Collection[str]
+    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+        """Named tensors and layer scaling, both by the module whose list they are in."""
+        modules = req.target_modules or [DEFAULT_MODULE]
+        if req.upload_path is not None:
+            (module,) = modules
+            named, scaling = read_adapter(req.upload_path)
+            clock.opened = True
+            return {module: named}, {module: scaling}
+        world = get_world_group()  # of all replicas
+        shared = len(req.serialized_named_tensors) < world.world_size
+        reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
+        try:
+            content = decode(_own_payload(req), reader)
+            reader.opened = True  # tensors may also have come inline, without a handle
+        finally:
+            clock.opened = reader.opened
+        return named_tensors(content, req.load_format, modules, routed), req.layer_scaling or {}
+
+
+def _own_payload(req: MergeReq) -> str:
+    """The payload that this rank reads; by GPU where the request says so, else by rank."""
+    payloads, uuids = req.serialized_named_tensors, req.payload_gpu_uuids
+    if uuids is not None and torch.cuda.is_available():
+        own = normalised_uuid(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        for uuid, payload in zip(uuids, payloads, strict=True):
+            if normalised_uuid(uuid) == own:
+                return str(payload)
+        raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
+    if len(payloads) == 1:
+        return str(payloads[0])
+    world = get_world_group()
+    if len(payloads) != world.world_size:
+        raise RequestError(
+            f"serialized_named_tensors has {len(payloads)} payloads; one is needed, or one for each of "
+            f"{world.world_size} workers"
+        )
+    return str(payloads[world.rank_in_group])
