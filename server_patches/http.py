@@ -21,7 +21,7 @@ from server_patches.journal import Entry, line
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas
 from server_patches.requests import MergeReq
-from server_patches.settings import positive_number
+from server_patches.settings import positive_number, refusal
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
@@ -60,12 +60,14 @@ class MergeRoutes:
     Args:
         replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
+        refusal: why this engine takes no updates at all.
     """
 
-    def __init__(self, replicas: Replicas, staging_timeout_s: float) -> None:
+    def __init__(self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None) -> None:
         self.record = Record()
         self._replicas = replicas
         self._staging_timeout_s = staging_timeout_s
+        self._refusal = refusal
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -316,6 +318,8 @@ class MergeRoutes:
         return output
 
     async def _ask(self, req: MergeReq) -> dict[str, Any]:
+        if self._refusal is not None:
+            raise RequestError(self._refusal)
         output = await self._replicas.ask(req)
         self.record.heard(output)
         if output["failed"] is not None:
@@ -327,7 +331,7 @@ class MergeRoutes:
 def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
     timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
-    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s)
+    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s, refusal(server_args))
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
     app.include_router(routes.router())

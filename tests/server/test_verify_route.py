@@ -72,6 +72,16 @@ def test_samples_outside_a_layer_are_wrong(zimage):
     assert answer.json()["mismatched"] == ["transformer.layers.0.attention.to_q"]
 
 
+def test_the_base_that_merges_start_from_can_be_verified_while_an_adapter_is_live(engine):
+    """Whether the engine's W0 is the trainer's: of layers that are merged into, and of those that are not."""
+    half = {layer: pair for layer, pair in engine.adapter().items() if "layers.0" in layer}
+    engine.update(half)
+    layers = {layer: {"sha256": lora.sha256(weight)} for layer, weight in engine.targets.items()}
+    body = {"modules": {"transformer": layers}, "weights": "base"}
+    assert engine.server.post("/lora_merge/verify", body).json()["success"] is True
+    assert verify(engine, layers).json()["success"] is False
+
+
 def test_peft_names_are_understood(zimage):
     name = "layers.0.attention.to_q"
     layers = {f"base_model.model.{name}": {"sha256": lora.sha256(zimage.targets[name])}}
