@@ -90,7 +90,7 @@ def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def wake(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _worker is None:
         return original(*args, **kwargs)
-    return _worker.states.resume(lambda: original(*args, **kwargs))
+    return _worker.wake(lambda: original(*args, **kwargs))
 
 
 def stamp_output(output: Any, *_: Any, **__: Any) -> None:

@@ -174,14 +174,7 @@ class EngineStates:
         try:
             yield
         finally:
-            if names and self._sglangs_own_in_force:
-                for name in names:
-                    version = self.engine.state(name).weight_version
-                    logger.warning("%s: an adapter of sglang's own replaces weight_version %r", name, version)
-                    self.engine.forget(name)
-                    self._suspended.discard(name)
-            else:
-                self._resume(names)
+            self._resume(names)
 
     def take_out(self) -> None:
         """Before sglang takes adapters out: ours too, as a reset does."""
@@ -227,6 +220,14 @@ class EngineStates:
         return names
 
     def _resume(self, names: Collection[str]) -> None:
+        """Put our adapters in force again, unless sglang has one of its own in force by now."""
+        if names and self._sglangs_own_in_force:
+            for name in names:
+                version = self.engine.state(name).weight_version
+                logger.warning("%s: an adapter of sglang's own replaces weight_version %r", name, version)
+                self.engine.forget(name)
+                self._suspended.discard(name)
+            return
         with self._derived_state_follows(names):
             for name in names:
                 _bring_back(self.modules()[name])

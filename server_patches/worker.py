@@ -375,6 +375,15 @@ class MergeWorker:
         self._staged = self._prepared = self._before = None
         return self.states.release(original)
 
+    def wake(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Around sglang's way to wake; a rank whose adapters do not come back has other weights than it says."""
+        try:
+            return self.states.resume(original)
+        except Exception as error:
+            if not self.states.sleeping:
+                self._failed = f"awake, but not with the adapters that were live: {error}. Restart the engine"
+            raise
+
     def generated(self) -> None:
         """After a generation."""
         views = self.states.views().items()
