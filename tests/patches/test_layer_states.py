@@ -19,6 +19,7 @@ from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand
 
+pytest.importorskip("sglang.multimodal_gen.runtime.layers.quantization")  # 0.5.21 cannot import linear before it
 linear = pytest.importorskip("sglang.multimodal_gen.runtime.layers.linear")
 
 from server_patches.layers import EngineModule  # noqa: E402

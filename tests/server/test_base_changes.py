@@ -154,7 +154,8 @@ def test_fault_11_sglangs_lora_routes_know_what_is_live(zimage):
     assert (active["nickname"], active["merged"], active["weight_version"]) == ("default", True, "7")
     assert listed()["loaded_adapters"] == [{"nickname": "default", "path": None}]
 
-    assert zimage.server.post("/v1/merge_lora_weights").status_code == 200  # nothing of sglang's own: ours stays
+    if not server.before_0_5_23():  # the others need torch.cpu.empty_cache for it
+        assert zimage.server.post("/v1/merge_lora_weights").status_code == 200  # nothing of sglang's own: ours stays
     zimage.holds(zimage.expect(zimage.adapter(seed=1)))
 
     assert zimage.server.post("/v1/unmerge_lora_weights").status_code == 200

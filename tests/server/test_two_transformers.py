@@ -131,14 +131,15 @@ def test_one_request_updates_both(wan):
 
 
 def test_the_projections_that_share_one_buffer_are_written_where_they_are(wan):
-    """q, k, v of a block are rows of one buffer, from which the engine computes all three at once."""
+    """q, k, v of a block are rows of one buffer in sglang 0.5.23, which computes all three from it at once."""
     before = wan.weights(HIGH)
     wan.update({HIGH: wan.adapters()[HIGH]})
     after = wan.weights(HIGH)
     assert {n: each["data_ptr"] for n, each in after.items()} == {n: each["data_ptr"] for n, each in before.items()}
     q, k, v = (after[f"blocks.0.to_{each}.weight"] for each in "qkv")
     nbytes = 64 * 64 * 2
-    assert (k["data_ptr"] - q["data_ptr"], v["data_ptr"] - k["data_ptr"]) == (nbytes, nbytes)
+    if not server.before_0_5_23():  # the others keep them apart
+        assert (k["data_ptr"] - q["data_ptr"], v["data_ptr"] - k["data_ptr"]) == (nbytes, nbytes)
     changed = {name for name in after if after[name]["sha256"] != before[name]["sha256"]}
     assert changed == set(lora.engine_wan(wan.targets[HIGH]))
 
