@@ -1,0 +1,157 @@
+"""The strategies: what a sync sends, and how it travels."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from sgld_lora_merge.adapter_file import LAYER_SCALING
+from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.families import load_families
+from sgld_lora_merge.payload import FLATTENED_BUCKET, pack
+from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.trainer.model import TrainedAdapter
+from sgld_lora_merge.trainer.ranks import Ranks
+from sgld_lora_merge.trainer.sync import LoRASync, NamedTensors, Update
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+
+LORA_IPC_WEIGHT_UPDATE_MODE = LORA_MERGE
+
+logger = logging.getLogger(__name__)
+
+
+class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
+    """Sends A and B as handles, CUDA IPC or shared memory; the engines, on this machine's GPUs, merge.
+
+    Several engines stage the update and go live when all of them have all of it.
+    """
+
+    log_name = "LoRA IPC"
+
+    def _send(self, update: Update) -> list[Answer]:
+        answers: list[Answer] = []
+        try:
+            for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
+                answers = self._push(update, index, module, layers, named)
+        except SyncError:
+            self._abort(update.update_id)
+            raise
+        if self._hold:
+            commit = {"update_id": update.update_id}
+            answers = self._everyones(lambda transport: transport.ask("/lora_merge/commit", commit))
+        return answers
+
+    @property
+    def _hold(self) -> bool:
+        """Whether a complete update waits for the commit that lets all engines go live."""
+        return len(self._transports) > 1
+
+    def _push(self, update: Update, index: int, module: str, layers: list[str], named: NamedTensors) -> list[Answer]:
+        """One bucket to every engine; the answers of all, on every rank."""
+        exported = self._together(partial(self._export, module, named))
+        named.clear()  # the export is a copy
+        payloads = self._ranks.of_engine(exported[:2]) if exported else []
+        fields = self._fields(update, index, module, layers, payloads)
+        answers = self._everyones(lambda transport: transport.update(fields))
+        del exported  # every engine has answered, so that nobody reads the memory any more
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+        return answers
+
+    def _export(self, module: str, named: NamedTensors) -> tuple[str, str | None, list[torch.Tensor]] | None:
+        """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
+        if not self._ranks.serves:
+            return None
+        device = named[0][1].device
+        uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        payload, buffers = pack({module: named})
+        return payload, uuid_of_gpu, buffers
+
+    def _fields(
+        self,
+        update: Update,
+        index: int,
+        module: str,
+        layers: list[str],
+        payloads: Sequence[tuple[Any, ...]],
+    ) -> dict[str, Any]:
+        scaling = {layer: update.scaling[module][layer] for layer in layers if layer in update.scaling[module]}
+        uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
+        return {
+            "serialized_named_tensors": [payload for payload, _ in payloads],
+            "payload_gpu_uuids": uuids if any(uuids) else None,
+            "load_format": FLATTENED_BUCKET,
+            "target_modules": [module],
+            "weight_update_mode": LORA_IPC_WEIGHT_UPDATE_MODE,
+            "lora_alpha": self.args.lora_alpha,
+            "lora_rank": self.args.lora_rank,
+            "weight_version": str(update.version),
+            "update_id": update.update_id,
+            "bucket_index": index,
+            "num_buckets": len(update.buckets),
+            "commit": not self._hold,
+            "layer_scaling": {module: scaling} if scaling else None,
+        }
+
+    def _everyones(self, call: Callable[[Transport], Answer]) -> list[Answer]:
+        """Call every engine, each from its own rank; all answers, on every rank."""
+        mine = self._together(lambda: [call(transport) for transport in self._called()])
+        return [answer for answers in self._ranks.everyone(mine) for answer in answers]
+
+    def _abort(self, update_id: str) -> None:
+        """Free what engines have staged; one that has nothing of it says so, which is no further fault."""
+        for transport in self._called():
+            try:
+                transport.ask("/lora_merge/abort", {"update_id": update_id})
+            except SyncError as error:
+                logger.debug("update %s was not aborted: %s", update_id, error)
+
+
+class DiffusionUpdateWeightLoRAUpload(LoRASync):
+    """Sends A and B as one safetensors file over HTTP, from the first rank to every engine, one after the other."""
+
+    log_name = "LoRA upload"
+
+    def _make_ranks(self, gpus_per_engine: int) -> Ranks:
+        return Ranks(1, 1)
+
+    def _called(self) -> list[Transport]:
+        return self._transports if self._ranks.rank == 0 else []
+
+    def _send(self, update: Update) -> list[Answer]:
+        prefixes = self._prefixes(update.modules)
+        tensors: dict[str, torch.Tensor] = {}
+        for module, _, named in self._whole_buckets(update):
+            if self._called():
+                tensors |= {prefixes[module] + name: tensor.cpu().contiguous() for name, tensor in named}
+        scaling = {prefixes[module] + layer: scale
+                   for module, scales in update.scaling.items() for layer, scale in scales.items()}  # fmt: skip
+        fields = {
+            "target_module": next(iter(update.modules)) if len(update.modules) == 1 else None,
+            "lora_alpha": self.args.lora_alpha,
+            "lora_rank": self.args.lora_rank,
+            "weight_version": str(update.version),
+            "update_id": update.update_id,
+        }
+
+        def upload() -> list[Answer]:
+            file = save(tensors, {LAYER_SCALING: json.dumps(scaling)}) if tensors else None
+            return [transport.update(fields, file) for transport in self._called()]
+
+        return self._ranks.everyone(self._together(upload))[0]
+
+    def _prefixes(self, modules: Mapping[str, TrainedAdapter]) -> dict[str, str]:
+        """What tells a file's modules apart: the prefixes of the model family's routes, where there are several."""
+        if len(modules) == 1:
+            return dict.fromkeys(modules, "")
+        family = load_families().get(self.args.model_family)
+        prefixes = {module: prefix for prefix, module in family.routes.items()} if family else {}
+        if missing := sorted(modules.keys() - prefixes.keys()):
+            raise RequestError(f"one file cannot carry {missing}: model family {self.args.model_family!r} has no route")
+        return prefixes
