@@ -2,8 +2,8 @@
 
     python -m examples.colocated_fsdp2
 
-A tiny random Z-Image is served by the real engine on a CPU with two workers (tensor parallel), one beside each rank. The
-ranks talk over gloo. With ``--engine`` and ``--checkpoint`` an engine is used that runs already.
+A tiny random Z-Image is served by the real engine on a CPU with two workers (tensor parallel), one beside each rank.
+The ranks talk over gloo. With ``--engine`` and ``--checkpoint`` an engine is used that runs already.
 """
 
 from __future__ import annotations

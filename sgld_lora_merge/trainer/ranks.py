@@ -36,6 +36,8 @@ class Ranks:
         """Whether a worker of an engine reads this rank's payload."""
         self.engine = self.rank // gpus_per_engine if self.serves and self.rank % gpus_per_engine == 0 else None
         """The engine that this rank calls; None for all but the first rank of an engine."""
+        self.place = self.rank % gpus_per_engine
+        """Of this rank's worker among those of its engine."""
         self._group: Any = None
         self._everyone: Any = None
         if self._together:
@@ -66,3 +68,11 @@ class Ranks:
             values = [None] * dist.get_world_size(self._group)
         dist.gather_object(value, values, dst=self._first, group=self._group)
         return values or []
+
+    def of_engine_from_first(self, value: Value) -> Value:
+        """What the rank that calls the engine has, on all ranks of that engine; the others keep their own."""
+        if self._together and self.serves:
+            box = [value]
+            dist.broadcast_object_list(box, src=self._first, group=self._group)
+            value = box[0]
+        return value

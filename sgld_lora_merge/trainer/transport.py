@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -24,9 +24,17 @@ _ACCEPTED = ("staging", "staged", "live")
 
 
 class SyncError(LoraMergeError):
-    """The engine refused, failed, or could not be reached; the message says what is known of its state."""
+    """The engine refused, failed, or could not be reached; the message says what is known of its state.
+
+    Attributes:
+        payload_opened: by rank of the engine, where it said so.
+    """
 
     reason = "sync"
+
+    def __init__(self, message: str, payload_opened: Sequence[bool] = ()) -> None:
+        super().__init__(message)
+        self.payload_opened = list(payload_opened)
 
 
 class Transport(Protocol):
@@ -43,7 +51,7 @@ class HttpTransport:
     """Updates as JSON, payloads as handles: the engine is on this machine.
 
     A lost answer is asked for again with the same bytes, which the engine does not apply twice. After a time-out the
-    status says whether the update arrived. Without an ``update_id`` neither is possible, and the error says so.
+    status says whether the update arrived. Without an ``update_id`` nothing is sent twice.
 
     Args:
         url: of the engine, ``http://127.0.0.1:30000``.
@@ -65,11 +73,10 @@ class HttpTransport:
         )
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        try:
-            answer = self._client.get(route) if fields is None else self._client.post(route, json=dict(fields))
-        except httpx.TransportError as error:
-            raise SyncError(f"{self.url}{route} did not answer: {_told(error)}") from error
-        return self._checked(answer)
+        if fields is None:
+            return self._settled(lambda: self._client.get(route), None)
+        body = dict(fields)
+        return self._settled(lambda: self._client.post(route, json=body), body.get("update_id"))
 
     def _settled(self, send: Callable[[], httpx.Response], update_id: str | None) -> Answer:
         """Send until there is an answer."""
@@ -78,12 +85,13 @@ class HttpTransport:
             try:
                 return self._checked(send())
             except httpx.TransportError as error:
-                known = None
-                if update_id is None or attempt == TRIES or (known := self._state(update_id)) not in (None, *_ACCEPTED):
+                if update_id is None:
+                    raise SyncError(f"{self.url} did not answer: {_told(error)}") from error
+                known = self._state(update_id)
+                if attempt == TRIES or known not in (None, *_ACCEPTED):
                     raise SyncError(
-                        f"{self.url} did not answer: {_told(error)}. Whether the update is live is not known"
-                        + (f"; its status is {known!r}" if known else "")
-                        + f"; see {STATUS_ROUTE}"
+                        f"{self.url} did not answer: {_told(error)}. What became of the update is not known; its "
+                        f"status is {known!r}; see {STATUS_ROUTE}"
                     ) from error
                 if known is None:
                     time.sleep(pause)
@@ -104,8 +112,9 @@ class HttpTransport:
         except ValueError:
             content = {}
         if answer.status_code != 200 or not isinstance(content, dict) or content.get("success") is not True:
-            told = content.get("message") if isinstance(content, dict) else None
-            raise SyncError(f"{answer.url} answered {answer.status_code}: {told or answer.text[:500] or 'nothing'}")
+            said = content if isinstance(content, dict) else {}
+            told = said.get("message") or answer.text[:500] or "nothing"
+            raise SyncError(f"{answer.url} answered {answer.status_code}: {told}", said.get("payload_opened", ()))
         return content
 
 

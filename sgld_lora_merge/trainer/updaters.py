@@ -14,8 +14,9 @@ from safetensors.torch import save
 from sgld_lora_merge.adapter_file import LAYER_SCALING
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
-from sgld_lora_merge.payload import FLATTENED_BUCKET, pack
+from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.trainer.memory import exportable_memory
 from sgld_lora_merge.trainer.model import TrainedAdapter
 from sgld_lora_merge.trainer.ranks import Ranks
 from sgld_lora_merge.trainer.sync import LoRASync, NamedTensors, Update
@@ -24,6 +25,8 @@ from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 LORA_IPC_WEIGHT_UPDATE_MODE = LORA_MERGE
 
 logger = logging.getLogger(__name__)
+
+Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
 
 
 class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
@@ -44,7 +47,11 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
             raise
         if self._hold:
             commit = {"update_id": update.update_id}
-            answers = self._everyones(lambda transport: transport.ask("/lora_merge/commit", commit))
+            try:
+                answers = self._everyones(lambda transport: transport.ask("/lora_merge/commit", commit))
+            except SyncError as error:
+                told = "the other engines may be live with it: see their status, and sync again"
+                raise SyncError(f"an engine did not commit update {update.update_id!r}; {told}. {error}") from error
         return answers
 
     @property
@@ -58,19 +65,39 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
         named.clear()  # the export is a copy
         payloads = self._ranks.of_engine(exported[:2]) if exported else []
         fields = self._fields(update, index, module, layers, payloads)
-        answers = self._everyones(lambda transport: transport.update(fields))
-        del exported  # every engine has answered, so that nobody reads the memory any more
-        if torch.cuda.is_initialized():
-            torch.cuda.ipc_collect()
-        return answers
+        opened: list[bool] = []
 
-    def _export(self, module: str, named: NamedTensors) -> tuple[str, str | None, list[torch.Tensor]] | None:
+        def send(transport: Transport) -> Answer:
+            try:
+                return transport.update(fields)
+            except SyncError as error:
+                opened.extend(error.payload_opened)
+                raise
+
+        try:
+            return self._everyones(send)
+        except SyncError:
+            self._take_back(exported, opened)
+            raise
+        finally:
+            del exported  # every engine has answered, so that nobody reads the memory any more
+            if torch.cuda.is_initialized():
+                torch.cuda.ipc_collect()
+
+    def _take_back(self, exported: Exported | None, opened: list[bool]) -> None:
+        """Free an export that the engine said it has not opened."""
+        by_engine = self._ranks.of_engine_from_first(opened)
+        if exported is not None and by_engine[self._ranks.place : self._ranks.place + 1] == [False]:
+            withdraw(exported[0], exported[2])
+
+    def _export(self, module: str, named: NamedTensors) -> Exported | None:
         """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
         if not self._ranks.serves:
             return None
         device = named[0][1].device
         uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        payload, buffers = pack({module: named})
+        with exportable_memory(device):
+            payload, buffers = pack({module: named})
         return payload, uuid_of_gpu, buffers
 
     def _fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -42,22 +43,18 @@ class Scripted:
 
             def reply(self, status, body):
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                try:
+                with contextlib.suppress(OSError):  # the client may have gone away, as the test wants it
                     self.send_response(status)
                     self.send_header("content-length", str(len(data)))
                     self.end_headers()
                     self.wfile.write(data)
-                except OSError:
-                    pass  # the client has gone away, as the test wants it
 
             def log_message(self, *_):
                 pass
 
             def finish(self):
-                try:
+                with contextlib.suppress(OSError, ValueError):
                     super().finish()
-                except (OSError, ValueError):
-                    pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -88,6 +85,13 @@ def test_n8_an_answer_that_says_no_raises_with_its_message(engine):
         with pytest.raises(SyncError, match=rf"{answer[0]}.*x"):
             HttpTransport(engine.url).update({"update_id": "u"})
     assert len(engine.posts) == 2
+
+
+def test_a_refusal_carries_which_payloads_were_opened(engine):
+    engine.script = [(400, {"success": False, "message": "no", "payload_opened": [True, False]})]
+    with pytest.raises(SyncError) as caught:
+        HttpTransport(engine.url).update({"update_id": "u"})
+    assert caught.value.payload_opened == [True, False]
 
 
 @pytest.mark.parametrize("body", [b"<html>proxy</html>", b"[1]"])
@@ -121,7 +125,7 @@ def test_after_a_time_out_an_update_that_the_engine_abandoned_raises(engine):
 
 def test_an_engine_that_never_answers_raises_and_the_message_says_what_is_not_known(engine):
     engine.script = ["drop"]
-    with pytest.raises(SyncError, match="Whether the update is live is not known"):
+    with pytest.raises(SyncError, match="What became of the update is not known; its status is None"):
         HttpTransport(engine.url).update({"update_id": "u"})
     assert len(engine.posts) == transport.TRIES
 
