@@ -1,4 +1,4 @@
-"""What every LoRA strategy does: read the adapter, make shards whole, send, verify, report.
+"""What every strategy does: read the model, make shards whole, send, verify, report.
 
 Every rank runs it. What fails on one rank fails on all, and a sync that did nothing is never a success.
 """
@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
-from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
-from sgld_lora_merge.trainer.gather import Gather, gather_ahead, whole
-from sgld_lora_merge.trainer.model import TrainedAdapter, read_adapter, scales_of_their_own
-from sgld_lora_merge.trainer.names import LayerPair, PeftLoRAKeyMapper
+from sgld_lora_merge.trainer.expected import Expectation
+from sgld_lora_merge.trainer.gather import Gather
+from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError, Transport
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 
 VERIFY_VARIABLE = "SGLD_LORA_VERIFY"
 LOGGED_VERSIONS = 2
+VERIFY_ROUTE = "/lora_merge/verify"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Content = TypeVar("Content")  # what a strategy reads of one module
 Models = nn.Module | Mapping[str, nn.Module]
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -63,21 +63,19 @@ class SyncReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Update:
+class Update(Generic[Content]):
     """One sync on its way.
 
     Attributes:
         update_id: the same on all ranks and for all engines.
         modules: what is sent.
-        scaling: module -> layer -> scale, where alpha / rank does not say it.
         buckets: module and layers of each.
         seconds: by stage.
     """
 
     version: int
     update_id: str
-    modules: Mapping[str, TrainedAdapter]
-    scaling: Mapping[str, Mapping[str, float]]
+    modules: Mapping[str, Content]
     buckets: Sequence[tuple[str, list[str]]]
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -85,24 +83,24 @@ class Update:
     def stage(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        self.seconds[name] = time.perf_counter() - started
 
 
-class LoRASync:
-    """What the LoRA strategies share: read, gather, send, verify.
+class WeightSync(Generic[Content]):
+    """A way to bring the trainer's weights to the engines.
 
     Args:
         args: of `validate_lora_arguments`.
-        model: the PEFT model of the target module, or one for each module of the pipeline.
+        model: the model of the target module, or one for each module of the pipeline.
         transports: one an engine.
         gpus_per_engine: ranks ``[i * g, (i + 1) * g)`` are on the GPUs of engine i.
         adapter: the PEFT adapter that is sent; the engine's default one is what it becomes.
-        verify: compare the engine's weights after every sync, the base weights after the first one; None asks
-            ``SGLD_LORA_VERIFY``.
+        verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``.
         gather: makes one shard whole, for other shardings than DTensor.
     """
 
     log_name: str
+    what: str
 
     def __init__(
         self,
@@ -125,10 +123,10 @@ class LoRASync:
         self._ranks = self._make_ranks(gpus_per_engine)
 
     def update_weights(self) -> SyncReport:
-        """Bring the adapter's present values to every engine. A collective: every rank calls it.
+        """Bring the model's present values to every engine. A collective: every rank calls it.
 
         Raises:
-            RequestError: the adapter cannot be sent: nothing in it, keys without a place, half a pair, DoRA, biases.
+            RequestError: the model cannot be sent: nothing in it, keys without a place, half a pair, DoRA, biases.
             SyncError: an engine refused, or failed, or its weights are not what they should be.
         """
         update_id = self._ranks.everyone(uuid.uuid4().hex)[0]
@@ -141,25 +139,43 @@ class LoRASync:
         if self._verify:
             with update.stage("verify"):
                 self._check(update, answers[0])
-        tensors = [side for each in update.modules.values() for pair in each.pairs.values() for side in pair]
-        report = SyncReport(
+        layers = [tensors for each in update.modules.values() for tensors in self._tensors(each).values()]
+        self._log(update)
+        return SyncReport(
             update.version,
-            len(tensors),
-            len(tensors) // 2,
+            sum(map(len, layers)),
+            len(layers),
             len(update.buckets),
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            sum(tensor.numel() * tensor.element_size() for tensors in layers for tensor in tensors),
             update.seconds,
             answers[0],
         )
-        self._log(update)
-        return report
+
+    def _read(self, model: nn.Module) -> Content:
+        """What is sent of one module.
+
+        Raises:
+            RequestError: it cannot be sent.
+        """
+        raise NotImplementedError
+
+    def _tensors(self, content: Content) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What travels of every layer, perhaps sharded."""
+        raise NotImplementedError
+
+    def _send(self, update: Update[Content]) -> list[Answer]:
+        """Send all buckets; the last answer of every engine, on every rank."""
+        raise NotImplementedError
+
+    def _check(self, update: Update[Content], answer: Answer) -> None:
+        """Ask the engines whether their weights are what they must be."""
+        raise NotImplementedError
+
+    def _look(self) -> None:
+        """Whether the engines know what will be sent."""
 
     def _make_ranks(self, gpus_per_engine: int) -> Ranks:
         return Ranks(len(self._transports), gpus_per_engine)
-
-    def _send(self, update: Update) -> list[Answer]:
-        """Send all buckets; the last answer of every engine, on every rank."""
-        raise NotImplementedError
 
     def _called(self) -> list[Transport]:
         """The engines that this rank calls."""
@@ -180,93 +196,50 @@ class LoRASync:
                 raise SyncError(f"rank {rank}: {fault}")
         return result  # type: ignore[return-value]  # there was no error
 
-    def _prepare(self, update_id: str) -> Update:
-        modules: dict[str, TrainedAdapter] = {}
+    def _everyones(self, call: Callable[[Transport], Answer]) -> list[Answer]:
+        """Call every engine, each from its own rank; all answers, on every rank."""
+        mine = self._together(lambda: [call(transport) for transport in self._called()])
+        return [answer for answers in self._ranks.everyone(mine) for answer in answers]
+
+    def _ask_to_verify(self, expected: Mapping[str, Mapping[str, Mapping[str, Expectation]]]) -> None:
+        """Live or base -> module -> layer -> what it must be."""
+
+        def ask() -> None:
+            for transport in self._called():
+                for weights, modules in expected.items():
+                    if modules:
+                        transport.ask(VERIFY_ROUTE, {"modules": modules, "weights": weights})
+
+        self._together(ask)
+
+    def _prepare(self, update_id: str) -> Update[Content]:
+        modules: dict[str, Content] = {}
         faults: list[str] = []
         for name, model in self._models.items():
             try:
-                modules[name] = read_adapter(model, self._mapper)
+                modules[name] = self._read(model)
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
         if faults:
             raise RequestError(*faults)
-        alpha, rank = self.args.lora_alpha, self.args.lora_rank
-        scaling = {name: scales_of_their_own(each, alpha, rank) for name, each in modules.items()}
         buckets = [
             (name, layers)
             for name, each in modules.items()
             for layers in plan_buckets(
-                {layer: flattened_nbytes(pair) for layer, pair in each.pairs.items()},
+                {layer: flattened_nbytes(tensors) for layer, tensors in self._tensors(each).items()},
                 self.args.update_weight_buffer_size,
             )
         ]
-        return Update(self.version + 1, update_id, modules, scaling, buckets)
+        return Update(self.version + 1, update_id, modules, buckets)
 
-    def _look(self) -> None:
-        """Whether the engine knows this contract at all; an engine without the plugin ignores half of the fields."""
-        for transport in self._called():
-            try:
-                transport.ask(STATUS_ROUTE)
-            except SyncError as error:
-                raise SyncError(f"is sgld-lora-merge installed in the engine, and the engine well? {error}") from error
-
-    def _whole_buckets(self, update: Update) -> Iterator[tuple[str, list[str], NamedTensors]]:
-        """Module, layers, and whole tensors under the names of the wire, one bucket after the other."""
-        sharded = (
-            [
-                (f"{layer}.lora_{side}", tensor)
-                for layer in layers
-                for side, tensor in zip("AB", update.modules[module].pairs[layer], strict=True)
-            ]
-            for module, layers in update.buckets
-        )
-        for (module, layers), named in zip(update.buckets, gather_ahead(sharded, self._gather), strict=True):
-            yield module, layers, named
-
-    def _check(self, update: Update, answer: Answer) -> None:
-        """Ask the engines whether their weights are what they must be."""
-        live = {name for name, each in answer["modules"].items() if each["merge_mode"] == "merge"}
-        if unmerged := sorted(update.modules.keys() - live):
-            logger.warning("the engine adds %s at run time: only base weights are verified there", unmerged)
-        precision, dtype = Precision(answer["merge_precision"]), DTYPES[self.args.diffusion_forward_dtype]
-        merged: dict[str, dict[str, Expectation]] = {}
-        base: dict[str, dict[str, Expectation]] = {}
-        for module, adapter in update.modules.items():
-            for layer, pair in adapter.pairs.items():
-                if layer not in adapter.base:
-                    raise RequestError(f"{module}: {layer!r} cannot be verified: the model has no base weight for it")
-                weight = whole(adapter.base[layer], self._gather)
-                sides = LayerPair(*(whole(side, self._gather) for side in pair))
-                if not self._called():
-                    continue
-                if update.version == 1 or module not in live:
-                    base.setdefault(module, {})[layer] = expected_base(weight, dtype)
-                if module in live:
-                    scale = self._scale(adapter, layer)
-                    each = expected_merged(weight, sides, scale, dtype, precision, update.version)
-                    merged.setdefault(module, {})[layer] = each
-
-        def ask() -> None:
-            for transport in self._called():
-                for weights, modules in (("base", base), ("live", merged)):
-                    if modules:
-                        transport.ask("/lora_merge/verify", {"modules": modules, "weights": weights})
-
-        self._together(ask)
-
-    def _scale(self, adapter: TrainedAdapter, layer: str) -> float:
-        rank = adapter.pairs[layer].a.shape[0]
-        alpha = rank if self.args.lora_alpha is None else self.args.lora_alpha
-        return adapter.scales.get(layer, alpha / rank)
-
-    def _log(self, update: Update) -> None:
+    def _log(self, update: Update[Content]) -> None:
         if self._ranks.rank or update.version > LOGGED_VERSIONS:
             return
-        for module, adapter in update.modules.items():
-            layers = list(adapter.pairs)
-            count = sum(name == module for name, _ in update.buckets)
+        for module, content in update.modules.items():
+            layers = self._tensors(content)
             logger.info(
-                "%s weight sync v%d [%s]: pushed %d lora tensors, %d layer prefixes in %d buckets (unmapped=0)",
-                self.log_name, update.version, module, 2 * len(layers), len(layers), count,
+                "%s weight sync v%d [%s]: pushed %d %s, %d layer prefixes in %d buckets (unmapped=0)",
+                self.log_name, update.version, module, sum(map(len, layers.values())), self.what, len(layers),
+                sum(name == module for name, _ in update.buckets),
             )  # fmt: skip
-            logger.info("%s", ", ".join(layers[:: max(1, len(layers) // 3)][:3]))
+            logger.info("%s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
 from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.memory import exportable_memory
 from sgld_lora_merge.trainer.model import TrainedAdapter
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.sync import LoRASync, NamedTensors, Update
+from sgld_lora_merge.trainer.sync import NamedTensors, Update
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 
 LORA_IPC_WEIGHT_UPDATE_MODE = LORA_MERGE
@@ -37,7 +38,7 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
 
     log_name = "LoRA IPC"
 
-    def _send(self, update: Update) -> list[Answer]:
+    def _send(self, update: Update[TrainedAdapter]) -> list[Answer]:
         answers: list[Answer] = []
         try:
             for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
@@ -59,7 +60,9 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
         """Whether a complete update waits for the commit that lets all engines go live."""
         return len(self._transports) > 1
 
-    def _push(self, update: Update, index: int, module: str, layers: list[str], named: NamedTensors) -> list[Answer]:
+    def _push(
+        self, update: Update[TrainedAdapter], index: int, module: str, layers: list[str], named: NamedTensors
+    ) -> list[Answer]:
         """One bucket to every engine; the answers of all, on every rank."""
         exported = self._together(partial(self._export, module, named))
         named.clear()  # the export is a copy
@@ -102,13 +105,14 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
 
     def _fields(
         self,
-        update: Update,
+        update: Update[TrainedAdapter],
         index: int,
         module: str,
         layers: list[str],
         payloads: Sequence[tuple[Any, ...]],
     ) -> dict[str, Any]:
-        scaling = {layer: update.scaling[module][layer] for layer in layers if layer in update.scaling[module]}
+        scales = self._own_scales(update.modules[module])
+        scaling = {layer: scales[layer] for layer in layers if layer in scales}
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         return {
             "serialized_named_tensors": [payload for payload, _ in payloads],
@@ -125,11 +129,6 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
             "commit": not self._hold,
             "layer_scaling": {module: scaling} if scaling else None,
         }
-
-    def _everyones(self, call: Callable[[Transport], Answer]) -> list[Answer]:
-        """Call every engine, each from its own rank; all answers, on every rank."""
-        mine = self._together(lambda: [call(transport) for transport in self._called()])
-        return [answer for answers in self._ranks.everyone(mine) for answer in answers]
 
     def _abort(self, update_id: str) -> None:
         """Free what engines have staged; one that has nothing of it says so, which is no further fault."""
@@ -151,14 +150,17 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
     def _called(self) -> list[Transport]:
         return self._transports if self._ranks.rank == 0 else []
 
-    def _send(self, update: Update) -> list[Answer]:
+    def _send(self, update: Update[TrainedAdapter]) -> list[Answer]:
         prefixes = self._prefixes(update.modules)
         tensors: dict[str, torch.Tensor] = {}
         for module, _, named in self._whole_buckets(update):
             if self._called():
                 tensors |= {prefixes[module] + name: tensor.cpu().contiguous() for name, tensor in named}
-        scaling = {prefixes[module] + layer: scale
-                   for module, scales in update.scaling.items() for layer, scale in scales.items()}  # fmt: skip
+        scaling = {
+            prefixes[module] + layer: scale
+            for module, adapter in update.modules.items()
+            for layer, scale in self._own_scales(adapter).items()
+        }
         fields = {
             "target_module": next(iter(update.modules)) if len(update.modules) == 1 else None,
             "lora_alpha": self.args.lora_alpha,

@@ -211,9 +211,11 @@ def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
                "--checkpoint", str(tp2.checkpoint), "--save", str(file),
                "--update-weight-buffer-size", "4096"]  # fmt: skip
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=root, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "version 1 is live and verified: 14 layers" in ran.stdout
+    log = tmp_path / "log"
+    with log.open("wb") as out:  # no pipe: torch's manager of shared memory keeps it open as long as the engine lives
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=240, cwd=root, check=False)
+    assert ran.returncode == 0, log.read_text()
+    assert "version 1 is live and verified: 14 layers" in log.read_text()
     adapter = sent(load_file(file))
     assert any(b.any() for _, b in adapter.values())
     tp2.holds(tp2.expect(adapter))
