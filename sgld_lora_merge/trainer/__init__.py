@@ -11,12 +11,16 @@ from sgld_lora_merge.trainer.sync import SyncReport
 from sgld_lora_merge.trainer.transport import HttpTransport, SyncError, Transport, UploadTransport
 from sgld_lora_merge.trainer.updaters import (
     LORA_IPC_WEIGHT_UPDATE_MODE,
+    DiffusionUpdateWeightFromTensor,
+    DiffusionUpdateWeightFromTensorLoRA,
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
 )
 
 __all__ = [
     "LORA_IPC_WEIGHT_UPDATE_MODE",
+    "DiffusionUpdateWeightFromTensor",
+    "DiffusionUpdateWeightFromTensorLoRA",
     "DiffusionUpdateWeightFromTensorLoRAIPC",
     "DiffusionUpdateWeightLoRAUpload",
     "HttpTransport",

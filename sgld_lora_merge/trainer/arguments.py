@@ -11,7 +11,12 @@ from sgld_lora_merge.precision import PRECISION_VARIABLE
 from sgld_lora_merge.protocol import DEFAULT_MODULE
 from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.sync import DTYPES
-from sgld_lora_merge.trainer.updaters import DiffusionUpdateWeightFromTensorLoRAIPC, DiffusionUpdateWeightLoRAUpload
+from sgld_lora_merge.trainer.updaters import (
+    DiffusionUpdateWeightFromTensor,
+    DiffusionUpdateWeightFromTensorLoRA,
+    DiffusionUpdateWeightFromTensorLoRAIPC,
+    DiffusionUpdateWeightLoRAUpload,
+)
 
 DEFAULT_BUFFER_SIZE = 2 * 2**30
 DEFAULT_DTYPE = "bf16"
@@ -70,21 +75,17 @@ def engine_environment(args: Namespace) -> dict[str, str]:
     return {PRECISION_VARIABLE: "1" if args.diffusion_forward_dtype == "fp32" else "0"}
 
 
-def select_weight_sync(args: Namespace) -> type[LoRASync]:
-    """The strategy that the flags choose.
-
-    Raises:
-        LoraMergeError: they choose one that there is not.
-    """
-    if args.use_lora and args.lora_ipc_weight_sync:
+def select_weight_sync(
+    args: Namespace,
+) -> type[LoRASync | DiffusionUpdateWeightFromTensor]:
+    """The strategy that the flags choose."""
+    if not args.use_lora:
+        return DiffusionUpdateWeightFromTensor
+    if args.lora_ipc_weight_sync:
         return DiffusionUpdateWeightFromTensorLoRAIPC
-    if args.use_lora and args.lora_upload_weight_sync:
+    if args.lora_upload_weight_sync:
         return DiffusionUpdateWeightLoRAUpload
-    what = "merged weights" if args.use_lora else "base weights"
-    raise LoraMergeError(
-        f"there is no strategy that sends {what}: use --use-lora with --lora-ipc-weight-sync or "
-        "--lora-upload-weight-sync"
-    )
+    return DiffusionUpdateWeightFromTensorLoRA
 
 
 def _faults(args: Namespace) -> list[str]:

@@ -72,6 +72,11 @@ class PeftLoRAKeyMapper:
         return None if name is None else name.rpartition(".")[0]
 
 
+def is_adapter_key(key: str) -> bool:
+    """Whether some adapter owns this key."""
+    return _ADAPTER_KEY.fullmatch(unwrapped(key)) is not None
+
+
 def unwrapped(key: str) -> str:
     """A key without what PEFT, FSDP, checkpointing and torch.compile put into it, wherever that stands."""
     return ".".join(_without_wrappers(key.split(".")))

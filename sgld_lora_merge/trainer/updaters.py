@@ -5,32 +5,32 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch import nn
 
 from sgld_lora_merge.adapter_file import LAYER_SCALING
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
-from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.trainer.expected import Expectation, expected_base, merged_weight
+from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.handles import HandleSync
 from sgld_lora_merge.trainer.lora import LoRASync
-from sgld_lora_merge.trainer.memory import exportable_memory
-from sgld_lora_merge.trainer.model import TrainedAdapter
+from sgld_lora_merge.trainer.model import TrainedAdapter, TrainedLayer, read_adapter, read_layers
+from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.sync import NamedTensors, Update
+from sgld_lora_merge.trainer.sync import DTYPES, Update
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 
 LORA_IPC_WEIGHT_UPDATE_MODE = LORA_MERGE
 
 logger = logging.getLogger(__name__)
 
-Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
 
-
-class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
+class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASync):
     """Sends A and B as handles, CUDA IPC or shared memory; the engines, on this machine's GPUs, merge.
 
     Several engines stage the update and go live when all of them have all of it.
@@ -42,7 +42,7 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
         answers: list[Answer] = []
         try:
             for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
-                answers = self._push(update, index, module, layers, named)
+                answers = self._push(module, named, self._fields(update, index, module, layers))
         except SyncError:
             self._abort(update.update_id)
             raise
@@ -60,65 +60,16 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(LoRASync):
         """Whether a complete update waits for the commit that lets all engines go live."""
         return len(self._transports) > 1
 
-    def _push(
-        self, update: Update[TrainedAdapter], index: int, module: str, layers: list[str], named: NamedTensors
-    ) -> list[Answer]:
-        """One bucket to every engine; the answers of all, on every rank."""
-        exported = self._together(partial(self._export, module, named))
-        named.clear()  # the export is a copy
-        payloads = self._ranks.of_engine(exported[:2]) if exported else []
-        fields = self._fields(update, index, module, layers, payloads)
-        opened: list[bool] = []
-
-        def send(transport: Transport) -> Answer:
-            try:
-                return transport.update(fields)
-            except SyncError as error:
-                opened.extend(error.payload_opened)
-                raise
-
-        try:
-            return self._everyones(send)
-        except SyncError:
-            self._take_back(exported, opened)
-            raise
-        finally:
-            del exported  # every engine has answered, so that nobody reads the memory any more
-            if torch.cuda.is_initialized():
-                torch.cuda.ipc_collect()
-
-    def _take_back(self, exported: Exported | None, opened: list[bool]) -> None:
-        """Free an export that the engine said it has not opened."""
-        by_engine = self._ranks.of_engine_from_first(opened)
-        if exported is not None and by_engine[self._ranks.place : self._ranks.place + 1] == [False]:
-            withdraw(exported[0], exported[2])
-
-    def _export(self, module: str, named: NamedTensors) -> Exported | None:
-        """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
-        if not self._ranks.serves:
-            return None
-        device = named[0][1].device
-        uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        with exportable_memory(device):
-            payload, buffers = pack({module: named})
-        return payload, uuid_of_gpu, buffers
-
     def _fields(
         self,
         update: Update[TrainedAdapter],
         index: int,
         module: str,
         layers: list[str],
-        payloads: Sequence[tuple[Any, ...]],
     ) -> dict[str, Any]:
         scales = self._own_scales(update.modules[module])
         scaling = {layer: scales[layer] for layer in layers if layer in scales}
-        uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         return {
-            "serialized_named_tensors": [payload for payload, _ in payloads],
-            "payload_gpu_uuids": uuids if any(uuids) else None,
-            "load_format": FLATTENED_BUCKET,
-            "target_modules": [module],
             "weight_update_mode": LORA_IPC_WEIGHT_UPDATE_MODE,
             "lora_alpha": self.args.lora_alpha,
             "lora_rank": self.args.lora_rank,
@@ -184,3 +135,87 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
         if missing := sorted(modules.keys() - prefixes.keys()):
             raise RequestError(f"one file cannot carry {missing}: model family {self.args.model_family!r} has no route")
         return prefixes
+
+
+class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
+    """Sends every weight as handles, into the engine's own route for full weights.
+
+    That route has no transactions: a sync that fails may have changed a part, and the message says so.
+    """
+
+    log_name = "Full"
+    what = "tensors"
+
+    def _read(self, model: nn.Module) -> dict[str, TrainedLayer]:
+        return read_layers(model)
+
+    def _tensors(self, content: dict[str, TrainedLayer]) -> Mapping[str, Sequence[torch.Tensor]]:
+        return {layer: list(each.parameters.values()) for layer, each in content.items()}
+
+    def _send(self, update: Update[dict[str, TrainedLayer]]) -> list[Answer]:
+        answers: list[Answer] = []
+        sharded = (
+            [
+                ((layer, name), tensor)
+                for layer in layers
+                for name, tensor in _with_pair(update.modules[module][layer]).items()
+            ]
+            for module, layers in update.buckets
+        )
+        gathered = gather_ahead(sharded, self._gather)
+        for sent, ((module, layers), keyed) in enumerate(zip(update.buckets, gathered, strict=True)):
+            tensors = dict(keyed)
+            keyed.clear()
+            named = [
+                (f"{layer}.{name}" if layer else name, _to_send(update.modules[module][layer], layer, name, tensors))
+                for layer in layers
+                for name in update.modules[module][layer].parameters
+            ]
+            del tensors
+            try:
+                answers = self._push(module, named, {"weight_version": str(update.version)})
+            except SyncError as error:
+                told = f"{sent} of {len(update.buckets)} buckets are live on the engines before this one failed"
+                raise SyncError(f"{told}: {error}") from error
+        return answers
+
+    def _check(self, update: Update[dict[str, TrainedLayer]], answer: Answer) -> None:
+        dtype = DTYPES[self.args.diffusion_forward_dtype]
+        live: dict[str, dict[str, Expectation]] = {}
+        for module, layers in update.modules.items():
+            for layer, each in layers.items():
+                if not each.linear:
+                    continue
+                tensors = {
+                    (layer, name): whole(tensor, self._gather)
+                    for name, tensor in _with_pair(each).items()
+                    if name != "bias"
+                }
+                if self._called():
+                    weight = _to_send(each, layer, "weight", tensors)
+                    live.setdefault(module, {})[layer] = expected_base(weight, dtype)
+        self._ask_to_verify({"live": live})
+
+
+class DiffusionUpdateWeightFromTensorLoRA(DiffusionUpdateWeightFromTensor):
+    """Sends every weight with the adapter merged by the trainer, one layer at a time, in the weight's own dtype."""
+
+    log_name = "Merged"
+
+    def _read(self, model: nn.Module) -> dict[str, TrainedLayer]:
+        return read_layers(model, read_adapter(model, self._mapper))
+
+
+def _with_pair(layer: TrainedLayer) -> dict[str, torch.Tensor]:
+    """All that a layer's weights are made of."""
+    return {**layer.parameters, **(layer.pair._asdict() if layer.pair else {})}
+
+
+def _to_send(
+    layer: TrainedLayer, prefix: str, name: str, tensors: Mapping[tuple[str, str], torch.Tensor]
+) -> torch.Tensor:
+    """A parameter as it travels: a weight that has a pair is merged with it."""
+    tensor = tensors[prefix, name]
+    if layer.pair is None or name != "weight":
+        return tensor
+    return merged_weight(tensor, LayerPair(*(tensors[prefix, side] for side in LayerPair._fields)), layer.scale)

@@ -8,6 +8,8 @@ import pytest
 
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.trainer import (
+    DiffusionUpdateWeightFromTensor,
+    DiffusionUpdateWeightFromTensorLoRA,
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
     add_lora_arguments,
@@ -71,5 +73,7 @@ def test_the_engine_merges_as_the_trainer_computes(dtype, mode):
 
 def test_the_flags_choose_the_strategy():
     ipc, upload = parsed(*FULL, "--colocate", "--lora-ipc-weight-sync"), parsed(*FULL, "--lora-upload-weight-sync")
+    assert select_weight_sync(parsed()) is DiffusionUpdateWeightFromTensor
+    assert select_weight_sync(parsed(*FULL)) is DiffusionUpdateWeightFromTensorLoRA
     assert select_weight_sync(ipc) is DiffusionUpdateWeightFromTensorLoRAIPC
     assert select_weight_sync(upload) is DiffusionUpdateWeightLoRAUpload

@@ -14,12 +14,17 @@ from torch import nn
 
 from sgld_lora_merge.adapter_file import read_adapter as read_file
 from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.payload import decode, named_tensors
 from sgld_lora_merge.trainer import (
+    DiffusionUpdateWeightFromTensor,
+    DiffusionUpdateWeightFromTensorLoRA,
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
     SyncError,
 )
 from sgld_lora_merge.trainer import memory as trainer_memory
+from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.verify import sha256
 
 
 class Layer(nn.Module):
@@ -198,6 +203,66 @@ def test_an_upload_of_two_modules_has_the_prefixes_of_the_familys_routes(tmp_pat
     assert scaling == {"low_noise.a.to_q": 3.0}
     with pytest.raises(RequestError, match=r"\['transformer_2'\]|'zimage' has no route"):
         DiffusionUpdateWeightLoRAUpload(arguments(model_family="zimage"), modules, engine).update_weights()
+
+
+def opened(request):
+    """The tensors of a request, read as a worker reads them."""
+    [payload] = request["serialized_named_tensors"]
+    content = decode(payload, PayloadReader(lambda uuid: 0))
+    named = named_tensors(content, request["load_format"], request["target_modules"])["transformer"]
+    return {name: tensor.clone() for name, tensor in named}
+
+
+class Reading(Recorder):
+    """Opens what it is sent at once, as an engine does."""
+
+    def update(self, fields, file=None):
+        answer = super().update(fields, file)
+        self.weights = getattr(self, "weights", {}) | opened(fields)
+        return answer
+
+
+def test_merged_weights_travel_under_the_names_of_the_checkpoint():
+    engine, trained = Reading(), model(a=Layer(scale=0.7071), b=Layer())
+    trained["norm"] = nn.LayerNorm(8)
+    del trained["b"]["to_q"].lora_A, trained["b"]["to_q"].lora_B
+    sync = DiffusionUpdateWeightFromTensorLoRA(arguments(update_weight_buffer_size=1), trained, engine, verify=True)
+    report = sync.update_weights()
+    assert (report.tensors, report.layers, report.buckets) == (4, 3, 3)
+    assert sorted(engine.weights) == ["a.to_q.weight", "b.to_q.weight", "norm.bias", "norm.weight"]
+    layer = trained["a"]["to_q"]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert torch.equal(engine.weights["a.to_q.weight"], layer.base_layer.weight + (b @ a) * 0.7071)
+    assert torch.equal(engine.weights["b.to_q.weight"], trained["b"]["to_q"].base_layer.weight)
+    for fields, _ in engine.of("update"):
+        assert set(fields) == {"serialized_named_tensors", "payload_gpu_uuids", "load_format", "target_modules",
+                               "weight_version"}  # fmt: skip
+    [(asked, _)] = engine.of("/lora_merge/verify")
+    assert asked["modules"]["transformer"] == {
+        f"{name}.to_q": {"sha256": sha256(engine.weights[f"{name}.to_q.weight"])} for name in "ab"
+    }
+
+
+def test_base_weights_travel_as_they_are_and_a_model_with_lora_is_refused():
+    engine, plain = Reading(), nn.Linear(4, 2)
+    DiffusionUpdateWeightFromTensor(arguments(), plain, engine).update_weights()
+    assert torch.equal(engine.weights["weight"], plain.weight)
+    for wrong, told in ((model(a=Layer()), "has LoRA"), (nn.Identity(), "no parameters")):
+        with pytest.raises(RequestError, match=told):
+            DiffusionUpdateWeightFromTensor(arguments(), wrong, engine).update_weights()
+
+
+def test_a_pair_whose_scale_nobody_knows_is_not_merged():
+    trained = model(a=Layer())
+    trained["a"]["to_q"].scaling = {}
+    with pytest.raises(RequestError, match=r"without a weight or PEFT's scale: a\.to_q"):
+        DiffusionUpdateWeightFromTensorLoRA(arguments(), trained, Recorder()).update_weights()
+
+
+def test_a_full_sync_that_fails_says_how_far_it_came():
+    engine = Recorder(refuse="no room", opened=[False])
+    with pytest.raises(SyncError, match="0 of 1 buckets are live on the engines before this one failed: no room"):
+        DiffusionUpdateWeightFromTensor(arguments(), nn.Linear(4, 2), engine).update_weights()
 
 
 def test_i3_expandable_segments_are_off_while_an_export_is_allocated(monkeypatch):

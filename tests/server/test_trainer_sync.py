@@ -21,16 +21,26 @@ from sgld_lora_merge.trainer import (
     select_weight_sync,
     validate_lora_arguments,
 )
+from support import lora as support_lora
 
 IPC = ["--lora-ipc-weight-sync", "--colocate"]
 UPLOAD = ["--lora-upload-weight-sync"]
 TARGETS = r"layers\..*\.(to_q|to_k|to_v|to_out\.0|w1|w2|w3)"
 
 
-def arguments(*flags):
+def arguments(*flags, lora=True):
     parser = argparse.ArgumentParser()
     add_lora_arguments(parser)
-    given = ["--use-lora", "--model-family", "zimage", "--lora-rank", "4", "--lora-alpha", "6", *flags]
+    given = [
+        *(["--use-lora"] if lora else []),
+        "--model-family",
+        "zimage",
+        "--lora-rank",
+        "4",
+        "--lora-alpha",
+        "6",
+        *flags,
+    ]
     return validate_lora_arguments(parser.parse_args(given))
 
 
@@ -55,8 +65,8 @@ def stepped(model):
     return model
 
 
-def strategy(engine, model, *flags, transport=None, **kwargs):
-    args = arguments(*flags)
+def strategy(engine, model, *flags, transport=None, lora=True, **kwargs):
+    args = arguments(*flags, lora=lora)
     url = str(engine.server.client.base_url)
     transport = transport or (UploadTransport(url) if "--lora-upload-weight-sync" in flags else HttpTransport(url))
     return select_weight_sync(args)(args, model, [transport], **{"verify": True, **kwargs})
@@ -153,7 +163,7 @@ def test_n1_an_adapter_for_another_model_names_both_sides(zimage):
     model = stepped(peft.get_peft_model(torch.nn.ModuleDict({"elsewhere": torch.nn.Linear(8, 8)}),
                                         peft.LoraConfig(r=4, lora_alpha=6, target_modules=["elsewhere"])))  # fmt: skip
     before = zimage.checksum()
-    with pytest.raises(SyncError, match=r"unknown layers elsewhere.*layers\.0"):
+    with pytest.raises(SyncError, match=r"unknown layers elsewhere; the engine's nearest are cap_embedder"):
         strategy(zimage, model, *IPC).update_weights()
     assert zimage.checksum() == before
 
@@ -203,6 +213,28 @@ def test_a_lost_answer_is_asked_for_again_and_the_update_is_applied_once(zimage)
     report = strategy(zimage, model, *IPC, transport=transport).update_weights()
     assert report.answer["state"] == "live"
     assert zimage.status()["totals"]["updates"] == updates + 1
+
+
+def test_full_weights_and_weights_that_the_trainer_merged_are_the_new_base(zimage):
+    """Small buckets, projections of one layer together; the merge is the eager one, in the weight's own dtype."""
+    try:
+        model = peft_model(zimage)
+        small = ("--update-weight-buffer-size", "30000")
+        report = strategy(zimage, model, *small).update_weights()
+        assert report.buckets > 2
+        adapter = sent(model.state_dict())
+        merged = support_lora.merged(zimage.targets, adapter, 1.5, support_lora.merge_fp16)
+        zimage.holds(support_lora.checksums(zimage.to_engine(merged)))
+        base = model.unload()
+        with torch.no_grad():
+            base.layers[0].attention.to_q.weight.add_(1)
+        strategy(zimage, base, lora=False).update_weights()
+        layer = "layers.0.attention.to_q"
+        full = zimage.targets | {layer: zimage.targets[layer] + 1}
+        zimage.holds(support_lora.checksums(zimage.to_engine(full)))
+    finally:
+        named = [(f"{layer}.weight", weight) for layer, weight in zimage.targets.items()]
+        zimage.update(named, weight_update_mode=None, lora_alpha=None, lora_rank=None)
 
 
 def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
