@@ -43,7 +43,7 @@ class HandleSync(WeightSync[Content]):
 
         try:
             return self._everyones(send)
-        except SyncError:
+        except Exception:  # whatever it is on this rank, it is a collective
             self._take_back(exported, opened)
             raise
         finally:

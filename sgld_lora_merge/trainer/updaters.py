@@ -43,7 +43,7 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
         try:
             for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
                 answers = self._push(module, named, self._fields(update, index, module, layers))
-        except SyncError:
+        except Exception:
             self._abort(update.update_id)
             raise
         if self._hold:
