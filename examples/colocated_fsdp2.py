@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,6 @@ import diffusers
 import peft
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -107,11 +107,27 @@ def train(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
+def launch(args: argparse.Namespace) -> None:
+    """Both ranks, until they have ended.
+
+    Not by torch's spawn: it waits for the end of a pipe that torch's manager of shared memory holds open, and that one
+    lives as long as an engine that has read from it.
+    """
+    port = server.free_ports(1)[0]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=train, args=(rank, args, port)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if failed := [number for number, rank in enumerate(ranks) if rank.exitcode]:
+        raise SystemExit(f"ranks {failed} failed")
+
+
 def main() -> None:
     args = arguments()
-    port = server.free_ports(1)[0]
     if args.engine:
-        mp.spawn(train, (args, port), nprocs=RANKS)
+        launch(args)
         return
     with tempfile.TemporaryDirectory() as folder:
         args.checkpoint = checkpoints.zimage(Path(folder) / "zimage")
@@ -120,7 +136,7 @@ def main() -> None:
         env = engine_environment(args)
         with server.running(args.checkpoint, "Z-Image", Path(folder), arguments=shape, env=env) as engine:
             args.engine = str(engine.client.base_url)
-            mp.spawn(train, (args, port), nprocs=RANKS)
+            launch(args)
 
 
 if __name__ == "__main__":

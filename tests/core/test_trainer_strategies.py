@@ -46,14 +46,14 @@ class Recorder:
 
     def update(self, fields, file=None):
         self.calls.append(("update", dict(fields), file))
-        if self.refuse:
+        if self.refuse and not self.refuse.startswith("/"):
             raise SyncError(self.refuse, self.opened)
         return self.answer()
 
     def ask(self, route, fields=None):
         self.calls.append((route, fields, None))
         if self.refuse == route:
-            raise SyncError("404")
+            raise SyncError(f"{route} answered 404")
         return self.answer()
 
     def answer(self):
@@ -280,31 +280,36 @@ WORKER = """
 import sys, torch.distributed as dist
 sys.path.insert(0, "tests/core")
 from test_trainer_strategies import *
-rank, refused = int(sys.argv[1]), sys.argv[3] == "refused"
+rank, refusal, told = int(sys.argv[1]), *sys.argv[3:]
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-torch.manual_seed(0)
-engines = [Recorder(), Recorder(refuse="engine 1 is full" if refused else None)]
+engines = [Recorder(), Recorder(refuse=refusal)]
 sync = DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), model(a=Layer()), engines)
 try:
     sync.update_weights()
 except SyncError as error:
-    assert refused and "engine 1 is full" in str(error), error
+    assert told and told in str(error), error
 else:
-    assert not refused
+    assert not told
 mine, other = engines[rank], engines[1 - rank]
 assert other.calls == []
 [(fields, _)] = mine.of("update")
 assert fields["commit"] is False and len(fields["serialized_named_tensors"]) == 1
 ended = [{"update_id": fields["update_id"]}]
-assert [f for f, _ in mine.of("/lora_merge/abort")] == (ended if refused else [])
-assert [f for f, _ in mine.of("/lora_merge/commit")] == ([] if refused else ended)
+full = refusal == "full"
+assert [f for f, _ in mine.of("/lora_merge/abort")] == (ended if full else [])
+assert [f for f, _ in mine.of("/lora_merge/commit")] == ([] if full else ended)
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("outcome", ["accepted", "refused"])
-def test_two_engines_go_live_together_or_not_at_all(tmp_path, outcome):
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [("", ""), ("full", "full"), ("/lora_merge/commit", "the other engines may be live with it")],
+    ids=["accepted", "refused", "not committed"],
+)
+def test_two_engines_go_live_together_or_the_error_says_what_is_known(tmp_path, refusal, told):
     command = [sys.executable, "-W", "ignore", "-c", WORKER]
+    arguments = [str(tmp_path / "meet"), refusal, told]
     root = Path(__file__).parents[2]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "meet"), outcome], cwd=root) for rank in range(2)]
+    ranks = [subprocess.Popen([*command, str(rank), *arguments], cwd=root) for rank in range(2)]
     assert [rank.wait(200) for rank in ranks] == [0, 0]
