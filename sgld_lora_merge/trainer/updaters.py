@@ -44,7 +44,8 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
             for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
                 answers = self._push(module, named, self._fields(update, index, module, layers))
         except Exception:
-            self._abort(update.update_id)
+            if answers or self._hold:
+                self._abort(update.update_id)
             raise
         if self._hold:
             commit = {"update_id": update.update_id}
@@ -82,7 +83,7 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
         }
 
     def _abort(self, update_id: str) -> None:
-        """Free what engines have staged; one that has nothing of it says so, which is no further fault."""
+        """Free what engines have staged; one that has nothing of it says so, which is no fault."""
         for transport in self._called():
             try:
                 transport.ask("/lora_merge/abort", {"update_id": update_id})

@@ -139,9 +139,24 @@ def test_i7_an_export_that_the_engine_has_not_opened_is_taken_back(opened):
     before = len(exported_now())
     with pytest.raises(SyncError, match="no"):
         sync.update_weights()
-    assert engine.of("/lora_merge/abort") == [({"update_id": engine.of("update")[0][0]["update_id"]}, None)]
+    assert engine.of("/lora_merge/abort") == []  # nothing was staged
     assert len(exported_now()) - before == (0 if opened == [False] else 1)
     assert sync.version == 0
+
+
+def test_an_update_of_which_one_bucket_is_refused_is_aborted():
+    class Second(Recorder):
+        def update(self, fields, file=None):
+            self.refuse = "no" if fields["bucket_index"] else None
+            return super().update(fields, file)
+
+    engine = Second()
+    small = arguments(update_weight_buffer_size=1)
+    with pytest.raises(SyncError, match="no"):
+        DiffusionUpdateWeightFromTensorLoRAIPC(small, model(a=Layer(), b=Layer(), c=Layer()), engine).update_weights()
+    [first, second] = [fields["update_id"] for fields, _ in engine.of("update")]
+    assert engine.of("/lora_merge/abort") == [({"update_id": first}, None)]
+    assert first == second
 
 
 def test_fewer_ranks_than_gpus_is_an_error():
