@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import copyreg
 import io
 import pickle
@@ -28,6 +29,7 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 _SGLANG_ENTRY = b"csglang.srt.weight_sync.tensor_bucket\nFlattenedTensorMetadata\n"
 _OUR_ENTRY = b"c" + BucketEntry.__module__.encode() + b"\nBucketEntry\n"
 _UUID_SLOT = 6  # of rebuild_cuda_tensor's arguments; sglang's convention too
+_COUNTER = slice(11, 13)  # there: the counter of readers that an export has
 
 
 # sending
@@ -56,6 +58,49 @@ def encode(content: object) -> str:
     pickler.dispatch_table = _REDUCERS
     pickler.dump(content)
     return base64.b64encode(buffer.getvalue().replace(_OUR_ENTRY, _SGLANG_ENTRY, 1)).decode()
+
+
+def withdraw(payload: str, buffers: Iterable[torch.Tensor]) -> None:
+    """Take back an export that no worker has opened, or its memory would never be free; nobody may open it later.
+
+    Args:
+        payload, buffers: as `pack` made them.
+    """
+    for buffer in buffers:
+        if buffer.device.type == "cpu":
+            buffer.untyped_storage()._shared_decref()
+    exports = _OwnExports(io.BytesIO(base64.b64decode(payload)))
+    exports.load()
+    for arguments in exports.found:
+        device, (handle, offset) = arguments[_UUID_SLOT], arguments[_COUNTER]
+        torch.UntypedStorage._release_ipc_counter(
+            handle, offset, device=torch.device("cuda", cuda_device_index(device))
+        )
+
+
+class _OwnExports(pickle.Unpickler):
+    """Reads a payload that this process made, for the arguments of its CUDA exports; it opens nothing."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found: list[tuple[Any, ...]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == reductions.rebuild_cuda_tensor.__name__:
+            return lambda *arguments: self.found.append(arguments)
+        if (module, name) == ("_codecs", "encode"):
+            return codecs.encode  # how protocol 2 writes bytes, the counter's handle among them
+        return _Ignored
+
+
+class _Ignored:
+    """Whatever else a payload is made of."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, _: object) -> None:
+        pass
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -57,9 +57,13 @@ def within(live: float, expected: float, ulps: float, dtype: torch.dtype) -> boo
     """Whether a live value is at most ``ulps`` units in the last place, at that value in ``dtype``, from the other."""
     if not math.isfinite(live) or not math.isfinite(expected):
         return False
+    return abs(live - expected) <= ulps * ulp(live, dtype)
+
+
+def ulp(value: float, dtype: torch.dtype) -> float:
+    """The unit in the last place of a finite value in ``dtype``."""
     smallest = _SMALLEST_EXPONENT[dtype]
-    exponent = max(math.frexp(live)[1] - _MANTISSA_BITS[dtype], smallest) if live else smallest
-    return abs(live - expected) <= ulps * 2.0**exponent
+    return 2.0 ** (max(math.frexp(value)[1] - _MANTISSA_BITS[dtype], smallest) if value else smallest)
 
 
 def _indices(spans: Sequence[Span]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing import reductions
 
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.errors import RequestError
@@ -27,6 +28,7 @@ from sgld_lora_merge.payload import (
     named_tensors,
     normalised_uuid,
     pack,
+    withdraw,
 )
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import LinearModule
@@ -206,6 +208,35 @@ def test_one_cpu_payload_serves_several_workers_one_after_the_other():
     assert os.path.exists(f"/dev/shm/{name}")
     del bucket
     assert not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_i7_an_export_that_nobody_opened_is_gone_when_its_sender_takes_it_back():
+    def exports():
+        return [entry for entry in os.listdir("/dev/shm") if entry.startswith(f"torch_{os.getpid()}_")]
+
+    before = exports()
+    payload, buffers = pack({"transformer": some_tensors(), "transformer_2": some_tensors()})
+    assert len(exports()) == len(before) + 2
+    withdraw(payload, buffers)
+    del buffers
+    assert exports() == before
+
+
+class CudaExport:
+    """Pickles as torch's export of a CUDA tensor does."""
+
+    def __reduce__(self):
+        return reductions.rebuild_cuda_tensor, (*"012345", "GPU-x", *"7890", b"counter", 5, b"event", True)
+
+
+def test_i7_a_cuda_export_that_nobody_opened_gives_its_counter_back(monkeypatch):
+    released = []
+    monkeypatch.setattr("sgld_lora_merge.payload.cuda_device_index", {"GPU-x": 3}.__getitem__)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter", lambda *counter, device: released.append((*counter, device))
+    )
+    withdraw(encode({"transformer": {"flattened_tensor": CudaExport(), "metadata": []}}), [])
+    assert released == [(b"counter", 5, torch.device("cuda", 3))]
 
 
 # two processes

@@ -1,0 +1,68 @@
+"""Buckets as handles: CUDA IPC, or shared memory on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
+from sgld_lora_merge.trainer.memory import exportable_memory
+from sgld_lora_merge.trainer.sync import Content, NamedTensors, WeightSync
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+
+Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
+
+
+class HandleSync(WeightSync[Content]):
+    """Every rank exports for the worker on its GPU; the first rank of an engine sends the payloads of all."""
+
+    def _push(self, module: str, named: NamedTensors, fields: Mapping[str, Any]) -> list[Answer]:
+        """One bucket to every engine; the answers of all, on every rank."""
+        exported = self._together(partial(self._export, module, named))
+        named.clear()  # the export is a copy
+        payloads = self._ranks.of_engine(exported[:2]) if exported else []
+        uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
+        request = {
+            "serialized_named_tensors": [payload for payload, _ in payloads],
+            "payload_gpu_uuids": uuids if any(uuids) else None,
+            "load_format": FLATTENED_BUCKET,
+            "target_modules": [module],
+            **fields,
+        }
+        opened: list[bool] = []
+
+        def send(transport: Transport) -> Answer:
+            try:
+                return transport.update(request)
+            except SyncError as error:
+                opened.extend(error.payload_opened)
+                raise
+
+        try:
+            return self._everyones(send)
+        except Exception:  # whatever it is on this rank, it is a collective
+            self._take_back(exported, opened)
+            raise
+        finally:
+            del exported  # every engine has answered, so that nobody reads the memory any more
+            if torch.cuda.is_initialized():
+                torch.cuda.ipc_collect()
+
+    def _take_back(self, exported: Exported | None, opened: list[bool]) -> None:
+        """Free an export that the engine said it has not opened."""
+        by_engine = self._ranks.of_engine_from_first(opened)
+        if exported is not None and by_engine[self._ranks.place : self._ranks.place + 1] == [False]:
+            withdraw(exported[0], exported[2])
+
+    def _export(self, module: str, named: NamedTensors) -> Exported | None:
+        """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
+        if not self._ranks.serves:
+            return None
+        device = named[0][1].device
+        uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        with exportable_memory(device):
+            payload, buffers = pack({module: named})
+        return payload, uuid_of_gpu, buffers

@@ -1,0 +1,86 @@
+"""What the LoRA strategies share: A and B are what travels, and the engine merges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
+from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.model import TrainedAdapter, read_adapter, scales_of_their_own
+from sgld_lora_merge.trainer.names import LayerPair
+from sgld_lora_merge.trainer.sync import DTYPES, NamedTensors, Update, WeightSync
+from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError
+
+logger = logging.getLogger(__name__)
+
+
+class LoRASync(WeightSync[TrainedAdapter]):
+    """Sends one adapter of each module. Verifying, the first sync compares the base weights too."""
+
+    what = "lora tensors"
+
+    def _read(self, model: nn.Module) -> TrainedAdapter:
+        return read_adapter(model, self._mapper)
+
+    def _tensors(self, content: TrainedAdapter) -> Mapping[str, Sequence[torch.Tensor]]:
+        return content.pairs
+
+    def _own_scales(self, adapter: TrainedAdapter) -> dict[str, float]:
+        return scales_of_their_own(adapter, self.args.lora_alpha, self.args.lora_rank)
+
+    def _look(self) -> None:
+        """Whether the engine knows this contract at all; an engine without the plugin ignores half of the fields."""
+        for transport in self._called():
+            try:
+                transport.ask(STATUS_ROUTE)
+            except SyncError as error:
+                raise SyncError(f"is sgld-lora-merge installed in the engine, and the engine well? {error}") from error
+
+    def _whole_buckets(self, update: Update[TrainedAdapter]) -> Iterator[tuple[str, list[str], NamedTensors]]:
+        """Module, layers, and whole tensors under the names of the wire, one bucket after the other."""
+        sharded = (
+            [
+                (f"{layer}.lora_{side}", tensor)
+                for layer in layers
+                for side, tensor in zip("AB", update.modules[module].pairs[layer], strict=True)
+            ]
+            for module, layers in update.buckets
+        )
+        for (module, layers), named in zip(update.buckets, gather_ahead(sharded, self._gather), strict=True):
+            yield module, layers, named
+
+    def _check(self, update: Update[TrainedAdapter], answer: Answer) -> None:
+        """Ask the engines whether their weights are what they must be."""
+        live = {name for name, each in answer["modules"].items() if each["merge_mode"] == "merge"}
+        if unmerged := sorted(update.modules.keys() - live):
+            logger.warning("the engine adds %s at run time: only base weights are verified there", unmerged)
+        precision, dtype = Precision(answer["merge_precision"]), DTYPES[self.args.diffusion_forward_dtype]
+        merged: dict[str, dict[str, Expectation]] = {}
+        base: dict[str, dict[str, Expectation]] = {}
+        for module, adapter in update.modules.items():
+            for layer, pair in adapter.pairs.items():
+                if layer not in adapter.base:
+                    raise RequestError(f"{module}: {layer!r} cannot be verified: the model has no base weight for it")
+                weight = whole(adapter.base[layer], self._gather)
+                sides = LayerPair(*(whole(side, self._gather) for side in pair))
+                if not self._called():
+                    continue
+                if update.version == 1 or module not in live:
+                    base.setdefault(module, {})[layer] = expected_base(weight, dtype)
+                if module in live:
+                    scale = self._scale(adapter, layer)
+                    each = expected_merged(weight, sides, scale, dtype, precision, update.version)
+                    merged.setdefault(module, {})[layer] = each
+
+        self._ask_to_verify({"base": base, "live": merged})
+
+    def _scale(self, adapter: TrainedAdapter, layer: str) -> float:
+        rank = adapter.pairs[layer].a.shape[0]
+        alpha = rank if self.args.lora_alpha is None else self.args.lora_alpha
+        return adapter.scales.get(layer, alpha / rank)

@@ -1,0 +1,126 @@
+"""What a PEFT model holds of one adapter: its pairs, their scales, and the weights under them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.targets import CONVOLUTIONS
+from sgld_lora_merge.trainer.names import (
+    BASE_LAYER,
+    LayerPair,
+    PeftLoRAKeyMapper,
+    collect_lora_layer_groups,
+    is_adapter_key,
+    unwrapped,
+)
+
+_BASE_WEIGHT = f".{BASE_LAYER}.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedAdapter:
+    """One module's adapter; tensors may be shards.
+
+    Attributes:
+        pairs: by layer prefix, sorted.
+        scales: the whole scale of each layer that PEFT knows one for.
+        base: the weight that each layer's pair is added to.
+    """
+
+    pairs: Mapping[str, LayerPair]
+    scales: Mapping[str, float]
+    base: Mapping[str, torch.Tensor]
+
+
+def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
+    """Read the adapter out of a model. Scales are those that PEFT computes with, patterns and rsLoRA included.
+
+    Raises:
+        RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
+    """
+    for module in model.modules():
+        config = getattr(module, "peft_config", {}).get(mapper.adapter)
+        if config is not None and config.bias != "none":
+            raise RequestError(f"adapter {mapper.adapter!r} trains biases (bias={config.bias!r}), which are not sent")
+    state = model.state_dict()
+    pairs, unmapped = collect_lora_layer_groups(state, mapper)
+    if unmapped:
+        raise RequestError(f"{len(unmapped)} keys of adapter {mapper.adapter!r} have no place: {name_some(unmapped)}")
+    if not pairs:
+        raise RequestError(
+            f"the model has no lora_A and lora_B of adapter {mapper.adapter!r}: nothing to send. Its keys are like "
+            f"{name_some(list(state)[:3])}"
+        )
+    scales = {
+        unwrapped(name): float(module.scaling[mapper.adapter])
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict) and mapper.adapter in module.scaling
+    }
+    bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
+    base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
+    return TrainedAdapter(pairs, scales, base)
+
+
+def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:
+    """The scales that alpha / rank of the request does not say, by layer prefix."""
+    said = None if alpha is None or rank is None else alpha / rank
+    return {
+        layer: scale
+        for layer, scale in adapter.scales.items()
+        if layer in adapter.pairs and (scale != said or adapter.pairs[layer].a.shape[0] != rank)
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedLayer:
+    """The parameters of one layer, and the pair that is merged into its weight before it travels.
+
+    Attributes:
+        parameters: by their names in the layer; they may be shards.
+        linear: a linear layer or a convolution, whose weight an engine can verify.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    linear: bool
+    pair: LayerPair | None = None
+    scale: float = 1.0
+
+
+def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict[str, TrainedLayer]:
+    """All layers of a model by their prefix, under the names of its checkpoint: what PEFT adds is left out.
+
+    Args:
+        adapter: what is merged; None for a model without LoRA.
+
+    Raises:
+        RequestError: the model has LoRA and no adapter is merged; it has no parameters; a pair has nothing to go into.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    modules = {unwrapped(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in model.state_dict().items():
+        if key not in parameters or is_adapter_key(key):
+            continue
+        layer, _, name = unwrapped(key).rpartition(".")
+        layers.setdefault(layer.removesuffix(f".{BASE_LAYER}"), {})[name] = tensor
+    if not layers:
+        raise RequestError("the model has no parameters: nothing to send")
+    if adapter is None and any(map(is_adapter_key, parameters)):
+        raise RequestError("the model has LoRA, and base weights alone would be sent; use --use-lora")
+    pairs, scales = (adapter.pairs, adapter.scales) if adapter else ({}, {})
+    if lost := [layer for layer in pairs if layer not in scales or "weight" not in layers.get(layer, {})]:
+        raise RequestError(f"layers with a pair, but without a weight or PEFT's scale: {name_some(lost)}")
+
+    def is_linear(layer: str) -> bool:
+        base = modules.get(f"{layer}.{BASE_LAYER}", modules.get(layer))
+        return isinstance(base, (nn.Linear, *CONVOLUTIONS))
+
+    return {
+        layer: TrainedLayer(named, is_linear(layer), pairs.get(layer), scales.get(layer, 1.0))
+        for layer, named in layers.items()
+    }
