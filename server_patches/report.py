@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from server_patches.verdicts import NotTogether
+from sgld_lora_merge.adapters import all_pairs
 from sgld_lora_merge.engine import MergeEngine
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.pairs import Pair
@@ -32,13 +33,11 @@ def snapshot(
     modules = {}
     for name in sorted(states):
         state = engine.state(name)
-        pairs = state.pairs
-        adapters = {each: list(dict.fromkeys(p.pair for p in live.values())) for each, live in state.live.items()}
         modules[name] = {
             "state": states[name],
             "weight_version": state.weight_version,
-            **_shape(pairs),
-            "adapters": {each: _shape(own) for each, own in adapters.items()},
+            **_shape(state.pairs),
+            "adapters": {each: _shape(all_pairs({each: own})) for each, own in state.live.items()},
             "merge_precision": str(engine.precision),
             "base_store": state.store.kind if state.store.nbytes else None,
             "base_store_bytes": state.store.nbytes,

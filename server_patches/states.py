@@ -245,6 +245,7 @@ def _bring_back(module: nn.Module) -> None:
     with torch.inference_mode():
         restore_weight_snapshot(module)
     unpark(module)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    if isinstance(module, FSDPModule):  # the whole is one where any part is
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
