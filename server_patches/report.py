@@ -39,8 +39,9 @@ def snapshot(
             **_shape(state.pairs),
             "adapters": {each: _shape(all_pairs({each: own})) for each, own in state.live.items()},
             "merge_precision": str(engine.precision),
-            "base_store": state.store.kind if state.store.nbytes else None,
+            "base_store": state.store.kind,
             "base_store_bytes": state.store.nbytes,
+            "base_store_reason": state.store.reason,
             "rounding_loss": state.rounding_loss,
             "timings_ms": timings.get(name, {}),
         }

@@ -11,6 +11,7 @@ the one before it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +33,15 @@ from sgld_lora_merge.adapters import (
     owned,
     terms_at,
 )
-from sgld_lora_merge.base_store import BaseStore, Key, snapshot
+from sgld_lora_merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+
+logger = logging.getLogger(__name__)
 
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +79,7 @@ class ModulePlan:
     Attributes:
         before, after: the module's adapters.
         written: targets whose weight, or whose branch, changes.
-        snapshots: W0 of those that are merged into for the first time.
+        snapshots: W0 of those that are merged into for the first time. store_reason: why they are where they are.
         branches_before, branches_after: of those that are dynamic.
         offloaded: how weights are written that cannot be in place.
         jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
@@ -87,6 +90,7 @@ class ModulePlan:
     after: Adapters
     written: tuple[Target, ...]
     snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    store_reason: str | None = None
     branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
     branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
     offloaded: Offloaded | None = None
@@ -146,11 +150,18 @@ class MergeEngine:
     Args:
         modules: module name -> its view; called for every plan, since an engine may replace its modules.
         precision: of every merge.
+        policy: where base weights are kept.
     """
 
-    def __init__(self, modules: Callable[[], Mapping[str, ModuleView]], precision: Precision) -> None:
+    def __init__(
+        self,
+        modules: Callable[[], Mapping[str, ModuleView]],
+        precision: Precision,
+        policy: StorePolicy = StorePolicy(),  # noqa: B008  # immutable
+    ) -> None:
         self._modules = modules
         self.precision = precision
+        self.policy = policy
         self.states: dict[str, ModuleState] = {}
 
     def state(self, module: str) -> ModuleState:
@@ -302,15 +313,18 @@ class MergeEngine:
         view, store = self._modules()[plan.module], self.state(plan.module).store
         place = partial(_place, view)
         after = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
-        new = [target for target in plan.merged if target.key not in store]
         branches = _branches(view, plan, after)
+        offloaded = view.offloaded({target.weight for target in plan.merged})
+        new = {target.key: _rows(view, target) for target in plan.merged if target.key not in store}
+        snapshots, store_reason = self._snapshots(new, store, None if offloaded is None else offloaded.device)
         plan = replace(
             plan,
             after=after,
-            snapshots={target.key: snapshot(_rows(view, target)) for target in new},
+            snapshots=snapshots,
+            store_reason=store_reason,
             branches_before={key: branch for key, (branch, _) in branches.items()},
             branches_after={key: branch for key, (_, branch) in branches.items()},
-            offloaded=view.offloaded({target.weight for target in plan.merged}),
+            offloaded=offloaded,
         )
         if plan.offloaded is not None:
             return plan
@@ -321,15 +335,31 @@ class MergeEngine:
             jobs_after=_jobs(plan.after, plan.merged, view.weight, base),
         )
 
+    def _snapshots(
+        self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
+    ) -> tuple[dict[Key, torch.Tensor], str | None]:
+        """W0 of new targets where the policy wants it, and why; of an offloaded module it is always on the host."""
+        devices = {part.device for part in rows.values() if part.is_cuda}
+        if offloaded_from is not None and offloaded_from.type == "cuda":
+            return host_copies(rows, offloaded_from), "the module's weights are on the host"
+        if not devices:
+            return {key: device_copy(part) for key, part in rows.items()}, None
+        device = devices.pop()
+        kind, reason = self.policy.decide(sum(part.nbytes for part in rows.values()), memory_of(device))
+        logger.info("base weights go to the %s: %s", store.kind or kind, reason)
+        if (store.kind or kind) == "host":
+            return host_copies(rows, device), reason
+        return {key: device_copy(part) for key, part in rows.items()}, reason
+
     def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
-        """The jobs of both ways; of offloaded weights only their outlines, whose bases are not read."""
+        """The jobs of both ways; of offloaded weights only their outlines, whose content is not read."""
         if plan.offloaded is None:
             return [job for _, job in (*plan.jobs_before, *plan.jobs_after)]
         blank = plan.offloaded.blank
         return [
             job
             for adapters in (plan.before, plan.after)
-            for _, job in _jobs(adapters, plan.merged, blank, lambda target: _part(blank(target.weight), target))
+            for _, job in _jobs(adapters, plan.merged, blank, partial(self._base, plan))
         ]
 
     # commit
@@ -354,7 +384,7 @@ class MergeEngine:
             state.previous = state.previous_version = None  # one step back is kept, and this is the step
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
-            state.store.adopt(module.snapshots)
+            state.store.adopt(module.snapshots, module.store_reason)
             state.previous, state.previous_version = module.before, state.weight_version
             state.live, state.weight_version = module.after, weight_version
             state.rounding_loss = (losses or {}).get(module.module)
@@ -456,7 +486,7 @@ class MergeEngine:
         state = self.state(module)
         plan = self._allocate([_exchange(module, {}, state.live)])
         stats = self.commit(plan)
-        state.store.adopt(plan.modules[0].snapshots)
+        state.store.adopt(plan.modules[0].snapshots, plan.modules[0].store_reason)
         state.live = plan.modules[0].after
         return stats
 
@@ -494,7 +524,7 @@ def _jobs(
         terms = terms_at(adapters, target)
         out = _part(weights(target.weight), target)
         if terms and out.numel():
-            jobs.append((target, MergeJob(out, base(target).to(out.device), terms)))
+            jobs.append((target, MergeJob(out, base(target), terms)))
     return jobs
 
 

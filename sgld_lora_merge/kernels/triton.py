@@ -4,6 +4,9 @@ A program walks down the rows of one block of columns. Its tile of A stays where
 through a software pipeline, and W' and the statistics leave in the same pass. Targets of one shape, whichever layers
 they belong to, are one launch: a table on the device holds what differs between them.
 
+W0 that lies in host memory is copied into the live weight on a second stream, and merged there in place, a few targets
+per launch: while the kernel merges some, the link brings the next.
+
 What the kernel does not take goes through `reference.merge`: see `_variant`.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +71,7 @@ NARROW = Launch(64, 64, 4, 4)  # weights of 320 columns: 1.19 / 1.26 at rank 32,
 NARROW_COLUMNS = 512
 ROW_TILES = 12  # a program's walk at most; 24: 0 to 2 % slower at these shapes, 10 % at 1000 x 1544
 CHUNK_RANKS = 64  # ranks of one pass over A
+STREAMED_BYTES = 64 * 2**20  # of W0 from the host per launch; 16 to 128 MiB took 0.96 to 0.99 of the link (H200)
 
 
 @dataclass(frozen=True)
@@ -153,10 +157,19 @@ Staged = dict[tuple[int, tuple[Span, ...], torch.dtype], tuple[torch.Tensor, tor
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A job as the kernel takes it: its launch, and its part of the table."""
+    """A job as the kernel takes it: its launch, and its part of the table.
+
+    Attributes:
+        streamed: ``out`` and W0, where W0 has to be copied there first; the table then has ``out`` as the base.
+    """
 
     variant: Variant
     fields: tuple[int, ...]
+    streamed: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def streamed_bytes(self) -> int:
+        return 0 if self.streamed is None else self.streamed[1].nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +181,7 @@ class Scratch:
         staged: A and B that the kernel cannot read where they are, and copies that it can; by id, so both are kept.
         table: int64, the fields of all jobs of a merge; on the device. table_host: the same, pinned.
         partials: float64 ``[programs, 3]``, the statistics of each program. sums: float64 ``[jobs, 3]``, of each job.
+        copies: the stream that brings W0 from the host; None where none is there.
         eager: for the jobs without an entry.
     """
 
@@ -177,6 +191,7 @@ class Scratch:
     table_host: torch.Tensor
     partials: torch.Tensor
     sums: torch.Tensor
+    copies: torch.cuda.Stream | None
     eager: reference.Scratch | None
 
 
@@ -205,6 +220,7 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
         torch.empty(fields, dtype=torch.int64, pin_memory=device.type == "cuda"),
         partials,
         torch.empty(len(taken), STATISTICS.value, dtype=torch.float64, device=device),
+        _copy_stream(device) if any(entry.streamed for entry in taken) else None,
         reference.scratch_for([job for job, entry in entries.items() if entry is None], precision),
     )
 
@@ -242,10 +258,16 @@ def fill_table(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch)
 
 
 def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> None:
-    """One launch for each group, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
+    """One launch for each group, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``.
+
+    A group whose W0 is on the host takes several, each when its share of W0 is there.
+    """
     first_field = first_program = first_job = 0
-    for variant, members in groups.items():
+    if scratch.copies is not None:
+        scratch.copies.wait_stream(torch.cuda.current_stream())  # the live weights may be in use by what was before
+    for variant, members in ((variant, part) for variant, group in groups.items() for part in _parts(group)):
         count, programs = len(members), variant.programs
+        _bring([entry.streamed for _, entry in members if entry.streamed is not None], scratch.copies)
         merge_group[(programs, count)](
             scratch.table,
             scratch.partials,
@@ -263,6 +285,29 @@ def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> 
         first_field += count * len(members[0][1].fields)
         first_program += count * programs
         first_job += count
+
+
+def _parts(group: list[tuple[int, Entry]]) -> Iterator[list[tuple[int, Entry]]]:
+    """A group in the parts that are launched together: whole, or as much as is streamed at a time."""
+    part: list[tuple[int, Entry]] = []
+    streamed = 0
+    for member in group:
+        if streamed and streamed + member[1].streamed_bytes > STREAMED_BYTES:
+            yield part
+            part, streamed = [], 0
+        part.append(member)
+        streamed += member[1].streamed_bytes
+    yield part
+
+
+def _bring(streamed: list[tuple[torch.Tensor, torch.Tensor]], copies: torch.cuda.Stream | None) -> None:
+    """Copy W0 to where it is merged; what is launched next waits for it."""
+    if not streamed or copies is None:
+        return
+    with torch.cuda.stream(copies):
+        for out, base in streamed:
+            out.copy_(base, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(copies)
 
 
 _compiled: set[tuple[torch.device, frozenset[tuple[str, Any]]]] = set()
@@ -300,6 +345,7 @@ def _blocks(elements: int, block: int) -> int:
 
 _variant_of = functools.cache(Variant)
 _capability = functools.cache(torch.cuda.get_device_capability)
+_copy_stream = functools.cache(torch.cuda.Stream)
 
 
 def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
@@ -307,22 +353,25 @@ def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
     if variant is None:
         return None
     device = job.out.device
-    fields = [job.out.data_ptr(), job.base.data_ptr(), job.out.stride(0), job.base.stride(0)]
+    streamed = None if job.base.device == device else (job.out, job.base)
+    base = job.base if streamed is None else job.out
+    fields = [job.out.data_ptr(), base.data_ptr(), job.out.stride(0), base.stride(0)]
     for term in job.terms:
         a, a_stride = _readable(term.a, term.a_cols, 1, variant.a, device, staged)
         b, b_stride = _readable(term.b, term.b_rows, 0, variant.b, device, staged)
         (scale,) = struct.unpack("<i", struct.pack("<f", term.scale))
         fields += (a, b, a_stride, b_stride, term.a.shape[0], scale)
-    return Entry(variant, tuple(fields))
+    return Entry(variant, tuple(fields), streamed)
 
 
 def _variant(job: MergeJob, precision: Precision) -> Variant | None:
     """The launch that a job belongs to; None where the kernel does not compute it, or in fp16 mode not exactly."""
     rows, columns = job.out.shape
-    strides = {*job.out.stride()[:-1], *job.base.stride()[:-1]}
-    if job.out.stride(1) != 1 or job.base.stride(1) != 1 or max(strides) > LONGEST_STRIDE:
-        return None
     device, weight = job.out.device, job.out.dtype
+    base = job.base if job.base.device == device else job.out
+    strides = {*job.out.stride()[:-1], *base.stride()[:-1]}
+    if job.out.stride(1) != 1 or base.stride(1) != 1 or max(strides) > LONGEST_STRIDE:
+        return None
     on_gpu, sequential = device.type == "cuda", precision is Precision.FP16
     if on_gpu and _capability(device) < OLDEST_CAPABILITY:
         return None
@@ -336,7 +385,7 @@ def _variant(job: MergeJob, precision: Precision) -> Variant | None:
         ranks.append(rank)
         dtypes.add((term.a.dtype, term.b.dtype))
     a, b = dtypes.pop() if len(dtypes) == 1 else (torch.float32, torch.float32)
-    pointers = job.out.data_ptr() | job.base.data_ptr()
+    pointers = job.out.data_ptr() | base.data_ptr()
     aligned = not (pointers % 16 or columns % ALIGNMENT or any(stride % ALIGNMENT for stride in strides))
     return _variant_of(rows, columns, weight, a, b, tuple(ranks), aligned, sequential)
 
