@@ -167,9 +167,13 @@ class Entry:
     fields: tuple[int, ...]
     streamed: tuple[torch.Tensor, torch.Tensor] | None
 
-    @property
-    def streamed_bytes(self) -> int:
-        return 0 if self.streamed is None else self.streamed[1].nbytes
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Targets of one shape that one launch merges, each with its place among the jobs."""
+
+    variant: Variant
+    members: list[tuple[int, Entry]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,33 +245,60 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
         else:
             groups.setdefault(entry.variant, []).append((position, entry))
     if groups:
+        parts = [part for variant, members in groups.items() for part in _parts(variant, members)]
         with torch.inference_mode(), torch.cuda.device_of(scratch.table):
-            fill_table(groups, scratch)
-            launch(groups, scratch)
-        positions = [position for members in groups.values() for position, _ in members]
+            arrivals = _bring(parts, scratch.copies)
+            fill_table(parts, scratch)
+            launch(parts, scratch, arrivals)
+        positions = [position for part in parts for position, _ in part.members]
         for position, sums in zip(positions, scratch.sums[: len(positions)].tolist(), strict=True):
             stats[position] = MergeStats(sums[0], sums[1], int(sums[2]))
     return [stats[position] for position in sorted(stats)]
 
 
-def fill_table(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> None:
-    """The fields of all jobs, group after group, on the device."""
-    fields = [field for members in groups.values() for _, entry in members for field in entry.fields]
+def _parts(variant: Variant, members: Sequence[tuple[int, Entry]]) -> Iterator[Part]:
+    """A group as it is launched: whole, or as much at a time as is streamed together."""
+    part: list[tuple[int, Entry]] = []
+    streamed = 0
+    for member in members:
+        nbytes = 0 if member[1].streamed is None else member[1].streamed[1].nbytes
+        if streamed and streamed + nbytes > STREAMED_BYTES:
+            yield Part(variant, part)
+            part, streamed = [], 0
+        part.append(member)
+        streamed += nbytes
+    yield Part(variant, part)
+
+
+def _bring(parts: Sequence[Part], copies: torch.cuda.Stream | None) -> list[torch.cuda.Event | None]:
+    """Copy W0 from the host to where it is merged; by part, what tells when it is there."""
+    if copies is None:
+        return [None] * len(parts)
+    arrivals: list[torch.cuda.Event | None] = []
+    copies.wait_stream(torch.cuda.current_stream())  # what came before may still use the live weights
+    with torch.cuda.stream(copies):
+        for part in parts:
+            streamed = [entry.streamed for _, entry in part.members if entry.streamed is not None]
+            for out, base in streamed:
+                out.copy_(base, non_blocking=True)
+            arrivals.append(copies.record_event() if streamed else None)
+    return arrivals
+
+
+def fill_table(parts: Sequence[Part], scratch: Scratch) -> None:
+    """The fields of all jobs, part after part, on the device."""
+    fields = [field for part in parts for _, entry in part.members for field in entry.fields]
     scratch.table_host[: len(fields)].copy_(torch.tensor(fields, dtype=torch.int64))
     scratch.table[: len(fields)].copy_(scratch.table_host[: len(fields)], non_blocking=True)
 
 
-def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> None:
-    """One launch for each group, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``.
-
-    A group whose W0 is on the host takes several, each when its share of W0 is there.
-    """
+def launch(parts: Sequence[Part], scratch: Scratch, arrivals: Iterable[torch.cuda.Event | None]) -> None:
+    """One launch for each part, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
     first_field = first_program = first_job = 0
-    if scratch.copies is not None:
-        scratch.copies.wait_stream(torch.cuda.current_stream())  # the live weights may be in use by what was before
-    for variant, members in ((variant, part) for variant, group in groups.items() for part in _parts(group)):
-        count, programs = len(members), variant.programs
-        _bring([entry.streamed for _, entry in members if entry.streamed is not None], scratch.copies)
+    for part, arrival in zip(parts, arrivals, strict=True):
+        variant, count, programs = part.variant, len(part.members), part.variant.programs
+        if arrival is not None:
+            torch.cuda.current_stream().wait_event(arrival)
         merge_group[(programs, count)](
             scratch.table,
             scratch.partials,
@@ -282,32 +313,9 @@ def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> 
             count, programs, STATISTICS.value
         )
         torch.sum(partials, dim=1, out=scratch.sums[first_job : first_job + count])
-        first_field += count * len(members[0][1].fields)
+        first_field += count * len(part.members[0][1].fields)
         first_program += count * programs
         first_job += count
-
-
-def _parts(group: list[tuple[int, Entry]]) -> Iterator[list[tuple[int, Entry]]]:
-    """A group in the parts that are launched together: whole, or as much as is streamed at a time."""
-    part: list[tuple[int, Entry]] = []
-    streamed = 0
-    for member in group:
-        if streamed and streamed + member[1].streamed_bytes > STREAMED_BYTES:
-            yield part
-            part, streamed = [], 0
-        part.append(member)
-        streamed += member[1].streamed_bytes
-    yield part
-
-
-def _bring(streamed: list[tuple[torch.Tensor, torch.Tensor]], copies: torch.cuda.Stream | None) -> None:
-    """Copy W0 to where it is merged; what is launched next waits for it."""
-    if not streamed or copies is None:
-        return
-    with torch.cuda.stream(copies):
-        for out, base in streamed:
-            out.copy_(base, non_blocking=True)
-    torch.cuda.current_stream().wait_stream(copies)
 
 
 _compiled: set[tuple[torch.device, frozenset[tuple[str, Any]]]] = set()
