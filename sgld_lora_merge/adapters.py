@@ -40,7 +40,8 @@ def all_pairs(adapters: Adapters) -> list[Pair]:
 
 def terms_at(adapters: Adapters, target: Target) -> tuple[Term, ...]:
     """What the adapters have at a target; in the order of their names, whatever the order they came in."""
-    placed = [adapter[target.key] for _, adapter in sorted(adapters.items()) if target.key in adapter]
+    key = target.key
+    placed = [adapters[name][key] for name in sorted(adapters) if key in adapters[name]]
     return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
 
 
@@ -88,14 +89,16 @@ def own_copy(pair: Pair) -> Pair:
 
 
 def _whole(pair: Pair, device: torch.device, copies: _Copies) -> Pair:
-    rows, columns = Span(0, pair.b.shape[0]), Span(0, pair.a.shape[1])
-    a, b = _slots(pair.a, [columns], 1, device, copies), _slots(pair.b, [rows], 0, device, copies)
-    return replace(pair, a=a, b=b, owned=True)
+    a, b = (torch.empty(each.shape, dtype=each.dtype, device=device) for each in (pair.a, pair.b))
+    copies += ((a, pair.a), (b, pair.b))
+    return Pair(pair.layer, a, b, pair.scale, True, pair.kernel)
 
 
 def _part(pair: Pair, targets: Sequence[Target], device: torch.device, copies: _Copies) -> tuple[Pair, list[Target]]:
     """What targets of the same columns take of a pair, and the targets upon that."""
     columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
+    if columns == (Span(0, pair.a.shape[1]),) and rows == [Span(0, pair.b.shape[0])]:
+        return _whole(pair, device, copies), list(targets)
     a, b = _slots(pair.a, columns, 1, device, copies), _slots(pair.b, rows, 0, device, copies)
     moved, start = [], 0
     for target in targets:
@@ -119,7 +122,7 @@ def _slots(
 
 def _run(copies: _Copies) -> None:
     """All copies together: on a GPU a thousand of them take a few launches."""
-    destinations, sources = zip(*copies, strict=True) if copies else ((), ())
     if copies:
+        destinations, sources = zip(*copies, strict=True)
         with torch.no_grad():
             torch._foreach_copy_(destinations, sources)

@@ -69,9 +69,10 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     named = []
+    typed: dict[torch.dtype, torch.Tensor] = {}
     for position, entry in enumerate(entries):
         try:
-            named.append((entry.name, _tensor_at(flat, entry)))
+            named.append((entry.name, _tensor_at(flat, entry, typed)))
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             name = getattr(entry, "name", None)
             faults.append(f"metadata of {repr(name) if isinstance(name, str) else f'entry {position}'}: {error}")
@@ -80,22 +81,29 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[
     return named
 
 
-def _tensor_at(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
+def _tensor_at(flat: torch.Tensor, entry: BucketEntry, typed: dict[torch.dtype, torch.Tensor]) -> torch.Tensor:
+    """An entry's tensor; ``typed`` has the bucket as the dtypes that were met, since each view of it takes its time."""
     if not isinstance(entry.name, str):
         raise TypeError(f"the name is a {type(entry.name).__name__}, not a string")
     dtype = _dtype(entry.dtype)
     shape, start, stop = tuple(entry.shape), entry.start_idx, entry.end_idx
-    if not all(isinstance(value, int) and 0 <= value < 2**63 for value in (*shape, start, stop)):
-        raise ValueError("shape, start_idx and end_idx are to be integers from 0 that fit 64 bits")
-    needed = math.prod((dtype.itemsize, *shape))
+    for value in (*shape, start, stop):
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise ValueError("shape, start_idx and end_idx are to be integers from 0 that fit 64 bits")
+    itemsize = dtype.itemsize
+    needed = math.prod(shape) * itemsize
     if stop - start != needed:
         raise ValueError(f"shape {shape} of {dtype} takes {needed} bytes, [{start}, {stop}) has {stop - start}")
     if stop > flat.numel():
         raise ValueError(f"[{start}, {stop}) is outside the bucket of {flat.numel()} bytes")
-    piece = flat[start:stop]
-    if (piece.storage_offset() % dtype.itemsize) or (piece.data_ptr() % dtype.itemsize):
-        piece = piece.clone()  # a sender that does not align its tensors
-    return piece.view(dtype).view(shape)
+    if start % itemsize or flat.storage_offset() % itemsize or flat.data_ptr() % itemsize:
+        return flat[start:stop].clone().view(dtype).view(shape)  # a sender that does not align its tensors
+    if dtype not in typed:
+        typed[dtype] = flat[: flat.numel() // itemsize * itemsize].view(dtype)
+    whole, strides = typed[dtype], [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return whole.as_strided(shape, strides, whole.storage_offset() + start // itemsize)
 
 
 def _dtype(value: object) -> torch.dtype:

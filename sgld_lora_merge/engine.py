@@ -69,6 +69,19 @@ class ModuleUpdate:
 
 
 Weights = Callable[[str], torch.Tensor]
+
+
+class _Once(dict[str, torch.Tensor]):
+    """Weights by name, each looked up once: a plan needs them again and again."""
+
+    def __init__(self, weight: Weights) -> None:
+        self._weight = weight
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        weight = self[name] = self._weight(name)
+        return weight
+
+
 TargetJob = tuple[Target, MergeJob]
 
 
@@ -185,6 +198,7 @@ class MergeEngine:
             RequestError: with every fault of every module.
         """
         views = self._modules()
+        weights = {name: _Once(view.weight) for name, view in views.items()}
         plans: list[ModulePlan] = []
         named = Counter(update.module for update in updates)
         faults = [f"module {module!r} is named {count} times" for module, count in named.items() if count > 1]
@@ -196,10 +210,10 @@ class MergeEngine:
                 )
                 continue
             try:
-                plans.append(self._plan_module(update, view))
+                plans.append(self._plan_module(update, view, weights[update.module]))
             except RequestError as error:
                 faults.extend(f"{update.module}: {fault}" for fault in error.faults)
-        faults.extend(self._tied(plans, views))
+        faults.extend(self._tied(plans, weights))
         if faults:
             raise RequestError(*faults)
         return plans
@@ -237,7 +251,7 @@ class MergeEngine:
             raise ConflictError("there is nothing to roll back: one step is kept, and none has been made since")
         return self._allocate([_exchange(name, state.live, state.previous or {}) for name, state in steps])
 
-    def _plan_module(self, update: ModuleUpdate, view: ModuleView) -> ModulePlan:
+    def _plan_module(self, update: ModuleUpdate, view: ModuleView, weights: _Once) -> ModulePlan:
         faults = list(update.faults)
         skipped: list[str] = []
         placed: dict[Key, Placed] = {}
@@ -250,7 +264,7 @@ class MergeEngine:
             if landing is None:
                 skipped.append(pair.layer)
                 continue
-            faults.extend(_misfits(pair, landing, view))
+            faults.extend(_misfits(pair, landing, weights))
             for target in landing.targets:
                 if (other := placed.get(target.key)) is not None:
                     faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
@@ -274,7 +288,7 @@ class MergeEngine:
             skipped=tuple(skipped),
         )
 
-    def _tied(self, plans: Sequence[ModulePlan], views: Mapping[str, ModuleView]) -> list[str]:
+    def _tied(self, plans: Sequence[ModulePlan], weights: Mapping[str, _Once]) -> list[str]:
         """Faults for targets that share memory with another one, in this update or live (tied weights).
 
         The second one's W0 would be a weight into which the first one is merged.
@@ -287,19 +301,20 @@ class MergeEngine:
         held |= {(plan.module, placed.target.key): placed for plan in plans for placed in all_placed(plan.after)}
         extents = []
         for (module, _), placed in held.items():
-            if module not in views or placed.target.dynamic:
+            target = placed.target
+            if module not in weights or target.dynamic or not target.rows.size:
                 continue
-            rows = _rows(views[module], placed.target)
-            if rows.numel():
-                # strided rows may interleave with others without touching them: their first element stands for them
-                nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
-                name = f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
-                extents.append((str(rows.device), rows.data_ptr(), rows.data_ptr() + nbytes, name))
-        extents.sort()
+            weight = weights[module][target.weight]
+            step, itemsize = weight.stride(0), weight.element_size()
+            start = weight.data_ptr() + target.rows.start * step * itemsize
+            # strided rows may interleave with others without touching them: their first element stands for them
+            nbytes = target.rows.size * step * itemsize if weight.is_contiguous() else itemsize
+            extents.append((str(weight.device), start, start + nbytes, module, placed))
+        extents.sort(key=lambda extent: extent[:3])
         return [
-            f"{one} and {two} share the same memory: tied weights cannot hold two updates"
-            for (device, _, stop, one), (other_device, start, _, two) in pairwise(extents)
-            if device == other_device and start < stop
+            f"{_told(one)} and {_told(two)} share the same memory: tied weights cannot hold two updates"
+            for one, two in pairwise(extents)
+            if one[0] == two[0] and two[1] < one[2]
         ]
 
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
@@ -311,11 +326,12 @@ class MergeEngine:
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
         """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
-        place = partial(_place, view)
+        weights = _Once(view.weight)
+        place = partial(_place, weights)
         after = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
         branches = _branches(view, plan, after)
         offloaded = view.offloaded({target.weight for target in plan.merged})
-        new = {target.key: _rows(view, target) for target in plan.merged if target.key not in store}
+        new = {t.key: _part(weights[t.weight], t) for t in plan.merged if t.key not in store}
         snapshots, store_reason = self._snapshots(new, store, None if offloaded is None else offloaded.device)
         plan = replace(
             plan,
@@ -328,12 +344,8 @@ class MergeEngine:
         )
         if plan.offloaded is not None:
             return plan
-        base = partial(self._base, plan)
-        return replace(
-            plan,
-            jobs_before=_jobs(plan.before, plan.merged, view.weight, base),
-            jobs_after=_jobs(plan.after, plan.merged, view.weight, base),
-        )
+        places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
+        return replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
@@ -352,15 +364,13 @@ class MergeEngine:
         return {key: device_copy(part) for key, part in rows.items()}, reason
 
     def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
-        """The jobs of both ways; of offloaded weights only their outlines, whose content is not read."""
+        """The jobs of both ways that need memory; of offloaded weights outlines, whose content is not read."""
         if plan.offloaded is None:
-            return [job for _, job in (*plan.jobs_before, *plan.jobs_after)]
-        blank = plan.offloaded.blank
-        return [
-            job
-            for adapters in (plan.before, plan.after)
-            for _, job in _jobs(adapters, plan.merged, blank, partial(self._base, plan))
-        ]
+            after = {target.key: job for target, job in plan.jobs_after}
+            before = ((job, after.get(target.key)) for target, job in plan.jobs_before)
+            return [*after.values(), *(job for job, then in before if then is None or not kernels.alike(job, then))]
+        places = _places(plan.merged, plan.offloaded.blank, partial(self._base, plan))
+        return [job for adapters in (plan.before, plan.after) for _, job in _jobs(adapters, places)]
 
     # commit
 
@@ -407,7 +417,7 @@ class MergeEngine:
         total = MergeStats()
         for weights, targets in _one_by_one(plan.offloaded, plan.merged):
             adapters = plan.after if after else plan.before
-            jobs = _jobs(adapters, targets, weights, partial(self._base, plan))
+            jobs = _jobs(adapters, _places(targets, weights, partial(self._base, plan)))
             total += self._merge(plan, targets, weights, jobs, scratch)
         return total
 
@@ -515,17 +525,18 @@ def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, 
     return branches
 
 
-def _jobs(
-    adapters: Adapters, targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
-) -> list[TargetJob]:
+def _places(
+    targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
+) -> list[tuple[Target, torch.Tensor, torch.Tensor]]:
+    """Targets with their live rows and W0 of these; without those that have no row on this rank."""
+    places = ((target, _part(weights(target.weight), target)) for target in targets if target.rows.size)
+    return [(target, out, base(target)) for target, out in places]
+
+
+def _jobs(adapters: Adapters, places: Sequence[tuple[Target, torch.Tensor, torch.Tensor]]) -> list[TargetJob]:
     """The merges of those targets that an adapter has something for."""
-    jobs = []
-    for target in targets:
-        terms = terms_at(adapters, target)
-        out = _part(weights(target.weight), target)
-        if terms and out.numel():
-            jobs.append((target, MergeJob(out, base(target), terms)))
-    return jobs
+    found = ((target, out, base, terms_at(adapters, target)) for target, out, base in places)
+    return [(target, MergeJob(out, base, terms)) for target, out, base, terms in found if terms]
 
 
 def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
@@ -543,9 +554,14 @@ def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tup
             yield {name: weight}.__getitem__, [target for target in targets if target.weight == name]
 
 
-def _place(view: ModuleView, target: Target) -> torch.device:
+def _place(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
     """Where the pairs of a target are kept: beside the weight that they are merged into."""
-    return torch.device("cpu") if target.dynamic else view.weight(target.weight).device
+    return torch.device("cpu") if target.dynamic else weights[target.weight].device
+
+
+def _told(extent: tuple[str, int, int, str, Placed]) -> str:
+    module, placed = extent[3:]
+    return f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
 
 
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
@@ -556,7 +572,7 @@ def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
     return weight[target.rows.start : target.rows.stop]
 
 
-def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
+def _misfits(pair: Pair, landing: Landing, weights: _Once) -> list[str]:
     faults = []
     if _extents(pair.kernel) != _extents(landing.kernel):
         faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
@@ -570,10 +586,9 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
             f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
             f"{landing.out_features} outputs"
         )
-    for name in dict.fromkeys(target.weight for target in landing.targets if not target.dynamic):
-        weight = view.weight(name)
-        if weight.dtype not in MERGEABLE_DTYPES:
-            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
+    for name in {target.weight for target in landing.targets if not target.dynamic}:
+        if (dtype := weights[name].dtype) not in MERGEABLE_DTYPES:
+            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {dtype}")
     return faults
 
 

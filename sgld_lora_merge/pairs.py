@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from sgld_lora_merge.precision import checked_scale, scale_of
 
 DIMENSIONS = range(2, 6)  # a linear layer's two, and up to three more for the kernel of a convolution
 PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONGEST_REMEMBERED = 512  # characters of a name whose parts are kept for the next update
 WRAPPER_PREFIXES = ("base_model.model.", "diffusion_model.")  # PEFT's, and the one of the original checkpoints
 
 # <layer>.lora_A, or as diffusers and the original checkpoints write it: lora_down, lora.down; then adapter and .weight.
@@ -77,6 +79,11 @@ def parse_name(name: str) -> LoraName:
     Raises:
         RequestError: any other name; the message holds it, and says what it is where that is known.
     """
+    return _parsed(name) if len(name) <= LONGEST_REMEMBERED else _parsed.__wrapped__(name)
+
+
+@functools.lru_cache(maxsize=2**14)  # every update of a run has the same names
+def _parsed(name: str) -> LoraName:
     for pattern, kind in _REFUSED_NAMES:
         if pattern.search(name):
             raise RequestError(f"{name!r} is {kind}")
@@ -239,7 +246,8 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pai
         )
     if a.tensor.device != b.tensor.device:
         raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
-    return Pair(layer, a.tensor.flatten(1), b.tensor.flatten(1), scaling.of(layer, own_rank), kernel=kernel)
+    matrix_a, matrix_b = (half.tensor.flatten(1) if kernel else half.tensor for half in (a, b))
+    return Pair(layer, matrix_a, matrix_b, scaling.of(layer, own_rank), kernel=kernel)
 
 
 def _non_finite(halves: Sequence[_Half]) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span
 
+READABLE = 8  # elements, 16 bytes of a 16-bit dtype: rows of whole multiples are read by any kernel where they are
 CHUNK_ELEMENTS = 2 * 2**20  # elements of one float64 temporary: 16 MiB; bounds scratch, does not change any result
 
 

@@ -36,7 +36,7 @@ OLDEST_CAPABILITY = (8, 0)  # has bfloat16 in its tensor cores
 EXACT_CAPABILITIES = frozenset({(9, 0)})
 EXACT_RANKS = frozenset((1, *range(8, 513, 8)))
 
-ALIGNMENT = 8  # elements: 16 bytes of a 16-bit dtype, 32 of float32
+ALIGNMENT = reference.READABLE  # elements: 16 bytes of a 16-bit dtype, 32 of float32
 LONGEST_STRIDE = 2**24  # elements; offsets inside a tile are 32-bit
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -374,11 +374,11 @@ def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
 
 def _variant(job: MergeJob, precision: Precision) -> Variant | None:
     """The launch that a job belongs to; None where the kernel does not compute it, or in fp16 mode not exactly."""
-    rows, columns = job.out.shape
-    device, weight = job.out.device, job.out.dtype
-    base = job.base if job.base.device == device else job.out
-    strides = {*job.out.stride()[:-1], *base.stride()[:-1]}
-    if job.out.stride(1) != 1 or base.stride(1) != 1 or max(strides) > LONGEST_STRIDE:
+    out = job.out
+    (rows, columns), device, weight = out.shape, out.device, out.dtype
+    base = job.base if job.base.device == device else out
+    (out_stride, out_step), (base_stride, base_step) = out.stride(), base.stride()
+    if out_step != 1 or base_step != 1 or max(out_stride, base_stride) > LONGEST_STRIDE:
         return None
     on_gpu, sequential = device.type == "cuda", precision is Precision.FP16
     if on_gpu and _capability(device) < OLDEST_CAPABILITY:
@@ -393,8 +393,8 @@ def _variant(job: MergeJob, precision: Precision) -> Variant | None:
         ranks.append(rank)
         dtypes.add((term.a.dtype, term.b.dtype))
     a, b = dtypes.pop() if len(dtypes) == 1 else (torch.float32, torch.float32)
-    pointers = job.out.data_ptr() | base.data_ptr()
-    aligned = not (pointers % 16 or columns % ALIGNMENT or any(stride % ALIGNMENT for stride in strides))
+    pointers, elements = out.data_ptr() | base.data_ptr(), columns | out_stride | base_stride
+    aligned = not (pointers % 16 or elements % ALIGNMENT)
     return _variant_of(rows, columns, weight, a, b, tuple(ranks), aligned, sequential)
 
 
@@ -406,11 +406,11 @@ def _readable(
     Rows of a copy are filled up with zeros to whole multiples of ALIGNMENT.
     """
     stride, step = source.stride()
-    columns = source.shape[1] if dim == 0 else sum(span.size for span in spans)
-    first = source.data_ptr() + spans[0].start * (step if dim else stride) * source.element_size()
-    readable = len(spans) == 1 and step == 1 and source.dtype is dtype and source.device == device
-    if readable and not (first % 16 or stride % ALIGNMENT or columns % ALIGNMENT):
-        return first, stride
+    columns = source.shape[1] if dim == 0 else sum([span.size for span in spans])
+    if len(spans) == 1 and step == 1 and source.dtype is dtype and source.device == device:
+        first = source.data_ptr() + spans[0].start * (1 if dim else stride) * source.element_size()
+        if not (first % 16 or stride % ALIGNMENT or columns % ALIGNMENT):
+            return first, stride
     key = (id(source), spans, dtype)
     if key not in staged:
         part = torch.cat([source.narrow(dim, span.start, span.size) for span in spans], dim)
