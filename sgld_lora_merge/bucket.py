@@ -1,7 +1,13 @@
-"""The bucket layout: many tensors flattened into one uint8 tensor, and a list that says where each one lies."""
+"""The bucket layout: many tensors flattened into one uint8 tensor, and a list that says where each one lies.
+
+The list is what sglang's engines read. As JSON text, which only this plugin reads, it takes a tenth of the time, and
+none when the bucket before it had the same.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +17,7 @@ import torch
 from sgld_lora_merge.errors import RequestError
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
+LONGEST_REMEMBERED = 2**22  # characters of a layout that is kept for the next bucket
 
 
 @dataclass
@@ -55,6 +62,33 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
     for (_, tensor), entry in zip(tensors, entries, strict=True):
         flat[entry.start_idx : entry.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return flat, entries
+
+
+def layout_text(entries: Iterable[BucketEntry]) -> str:
+    """Entries as JSON: a list of ``[name, dtype, shape, start_idx, end_idx]``."""
+    rows = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.start_idx, e.end_idx] for e in entries]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def entries_of(layout: object) -> Sequence[BucketEntry]:
+    """The entries of a layout's text; what they say is checked where they are used.
+
+    Raises:
+        RequestError: not text, or not such a list.
+    """
+    if not isinstance(layout, str):
+        raise RequestError(f"layout is a {type(layout).__name__}, not JSON text")
+    return _entries(layout) if len(layout) <= LONGEST_REMEMBERED else _entries.__wrapped__(layout)
+
+
+@functools.lru_cache(maxsize=8)
+def _entries(layout: str) -> Sequence[BucketEntry]:
+    try:
+        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in json.loads(layout)]
+        return [BucketEntry(name, shape, dtype, start, stop, stop - start) for name, dtype, shape, start, stop in rows]
+    except (ValueError, TypeError, RecursionError) as error:
+        told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"
+        raise RequestError(told) from error
 
 
 def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry]) -> list[tuple[str, torch.Tensor]]:

@@ -1,11 +1,13 @@
 """The bucket layout: what is flattened reads back, and metadata that lies is refused."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgld_lora_merge.bucket import ALIGNMENT, BucketEntry, flatten, unflatten
+from sgld_lora_merge.bucket import ALIGNMENT, BucketEntry, entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.errors import RequestError
 
 DTYPES = [
@@ -25,7 +27,7 @@ def entry(name="x", shape=(4,), dtype=torch.float32, start=0, stop=16):
     return BucketEntry(name, shape, dtype, start, stop, stop - start)
 
 
-# flatten, unflatten
+# entries_of, flatten, layout_text, unflatten
 
 
 @pytest.mark.parametrize(
@@ -287,3 +289,53 @@ def test_a_bucket_is_a_uint8_tensor_of_one_dimension(flat):
 def test_metadata_is_a_list_of_entries(entries):
     with pytest.raises(RequestError, match="metadata is not a list of FlattenedTensorMetadata"):
         unflatten(torch.zeros(32, dtype=torch.uint8), entries)
+
+
+def test_a_layout_is_read_back_from_its_text():
+    flat, entries = flatten([("x", torch.arange(3.0)), ("y", torch.ones(2, 5, dtype=torch.bfloat16))])
+
+    text = layout_text(entries)
+
+    assert json.loads(text) == [["x", "float32", [3], 0, 12], ["y", "bfloat16", [2, 5], 16, 36]]
+    for (name, tensor), (known, other) in zip(unflatten(flat, entries_of(text)), unflatten(flat, entries), strict=True):
+        assert name == known
+        assert torch.equal(tensor, other)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "{",
+        "1",
+        "[1]",
+        '["abcde"]',
+        '[["x", "float32", [4], 0]]',
+        '[["x", "float32", [4], "0", 16]]',
+        "[" * 100_000,
+        '[["x", "float32", [4], 0, ' + "9" * 5000 + "]]",
+    ],
+    ids=lambda layout: layout[:24],
+)
+def test_a_layout_that_is_none_is_refused(layout):
+    with pytest.raises(RequestError, match="layout is not a JSON list"):
+        entries_of(layout)
+
+
+def test_a_layout_that_is_not_text_is_refused():
+    with pytest.raises(RequestError, match="layout is a list, not JSON text"):
+        entries_of([])
+
+
+def test_what_a_layout_says_is_checked_as_metadata_is():
+    with pytest.raises(RequestError, match="outside the bucket of 8 bytes"):
+        unflatten(torch.zeros(8, dtype=torch.uint8), entries_of('[["x", "float32", [4], 0, 16]]'))
+
+
+def test_a_very_long_layout_is_read_and_not_kept():
+    rows = [[f"{index:0100000}", "float32", [1], 16 * index, 16 * index + 4] for index in range(50)]
+
+    entries = entries_of(json.dumps(rows))
+
+    assert [entry.start_idx for entry in entries] == [row[3] for row in rows]
+    assert entries_of(json.dumps(rows)) is not entries
