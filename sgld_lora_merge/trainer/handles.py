@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.trainer.memory import exportable_memory
-from sgld_lora_merge.trainer.sync import Content, NamedTensors, WeightSync
+from sgld_lora_merge.trainer.sync import Content, NamedTensors, Update, WeightSync
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 
 Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
@@ -50,6 +51,15 @@ class HandleSync(WeightSync[Content]):
             del exported  # every engine has answered, so that nobody reads the memory any more
             if torch.cuda.is_initialized():
                 torch.cuda.ipc_collect()
+
+    @contextmanager
+    def _in_parts(self, sent: int, update: Update[Content]) -> Iterator[None]:
+        """A bucket of a sync that has no transaction: what fails says how much of it is live."""
+        try:
+            yield
+        except SyncError as error:
+            told = f"{sent} of {len(update.buckets)} buckets are live on the engines before this one failed"
+            raise SyncError(f"{told}: {error}") from error
 
     def _take_back(self, exported: Exported | None, opened: list[bool]) -> None:
         """Free an export that the engine said it has not opened."""

@@ -41,8 +41,8 @@ class Layer(nn.Module):
 class Recorder:
     """An engine that accepts everything, until it is told to refuse."""
 
-    def __init__(self, *, refuse=None, opened=(), mode="merge"):
-        self.calls, self.refuse, self.opened, self.mode = [], refuse, opened, mode
+    def __init__(self, *, refuse=None, opened=(), mode="merge", answered=None):
+        self.calls, self.refuse, self.opened, self.mode, self.answered = [], refuse, opened, mode, answered
 
     def update(self, fields, file=None):
         self.calls.append(("update", dict(fields), file))
@@ -53,7 +53,7 @@ class Recorder:
     def ask(self, route, fields=None):
         self.calls.append((route, fields, None))
         if self.refuse == route:
-            raise SyncError(f"{route} answered 404")
+            raise SyncError(f"{route} answered {self.answered}", answered=self.answered)
         return self.answer()
 
     def answer(self):
@@ -125,11 +125,58 @@ def test_trained_biases_are_refused():
         DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, Recorder()).update_weights()
 
 
-def test_an_engine_without_the_plugin_is_not_sent_fields_that_it_would_ignore():
-    engine = Recorder(refuse="/lora_merge/status")
-    with pytest.raises(SyncError, match="is sgld-lora-merge installed"):
+def test_an_engine_that_is_not_well_is_not_sent_anything():
+    engine = Recorder(refuse="/lora_merge/status", answered=503)
+    with pytest.raises(SyncError, match=r"is the engine well\? /lora_merge/status answered 503"):
         DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), model(a=Layer()), engine).update_weights()
     assert engine.of("update") == []
+
+
+STOCK_FIELDS = {"serialized_named_tensors", "payload_gpu_uuids", "load_format", "target_modules", "weight_update_mode",
+                "lora_alpha", "lora_rank"}  # fmt: skip
+
+
+def stock(refuse="/lora_merge/status"):
+    return Recorder(refuse=refuse, answered=404)
+
+
+def test_an_engine_without_the_plugin_is_sent_what_it_knows_and_the_trainer_is_warned_once(caplog):
+    engine = stock()
+    small = arguments(update_weight_buffer_size=1)
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(small, model(a=Layer(), b=Layer()), engine)
+    assert [sync.update_weights().version for _ in range(2)] == [1, 2]
+    assert [set(fields) for fields, _ in engine.of("update")] == [STOCK_FIELDS] * 4
+    [warned] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "an engine has no sgld-lora-merge" in warned.message
+    assert len(engine.of("/lora_merge/status")) == 1
+
+
+def test_what_an_engine_without_the_plugin_cannot_do_is_refused_before_anything_is_sent():
+    engine, scaled = stock(), model(a=Layer(), b=Layer(scale=3.0))
+    for strategy, trained, verify, told in (
+        (DiffusionUpdateWeightFromTensorLoRAIPC, scaled, False, r"scale is not 6\.0 / 4 cannot be sent: b\.to_q"),
+        (DiffusionUpdateWeightFromTensorLoRAIPC, model(a=Layer()), True, "no sgld-lora-merge: verify=True asks"),
+        (DiffusionUpdateWeightFromTensor, nn.Linear(4, 2), True, "no sgld-lora-merge: verify=True asks"),
+        (DiffusionUpdateWeightLoRAUpload, model(a=Layer()), False, "no sgld-lora-merge: uploads are a route of its"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            strategy(arguments(), trained, engine, verify=verify).update_weights()
+    assert engine.of("update") == []
+
+
+def test_a_lora_sync_that_fails_on_an_engine_without_the_plugin_says_how_far_it_came():
+    class Second(Recorder):
+        def update(self, fields, file=None):
+            self.refuse = "full" if self.of("update") else self.refuse
+            return super().update(fields, file)
+
+    engine = Second(refuse="/lora_merge/status", answered=404)
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(
+        arguments(update_weight_buffer_size=1), model(a=Layer(), b=Layer(), c=Layer()), engine
+    )
+    with pytest.raises(SyncError, match="1 of 3 buckets are live on the engines before this one failed: full"):
+        sync.update_weights()
+    assert engine.of("/lora_merge/abort") == []
 
 
 @pytest.mark.parametrize("opened", [[False], [True], []])
