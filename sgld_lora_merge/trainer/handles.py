@@ -20,9 +20,11 @@ Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of 
 class HandleSync(WeightSync[Content]):
     """Every rank exports for the worker on its GPU; the first rank of an engine sends the payloads of all."""
 
-    def _push(self, module: str, named: NamedTensors, fields: Mapping[str, Any]) -> list[Answer]:
-        """One bucket to every engine; the answers of all, on every rank."""
-        exported = self._together(partial(self._export, module, named))
+    def _push(
+        self, module: str, named: NamedTensors, fields: Mapping[str, Any], *, compact: bool = False
+    ) -> list[Answer]:
+        """One bucket to every engine; the answers of all, on every rank. ``compact``: our own route reads it."""
+        exported = self._together(partial(self._export, module, named, compact))
         named.clear()  # the export is a copy
         payloads = self._ranks.of_engine(exported[:2]) if exported else []
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
@@ -67,12 +69,12 @@ class HandleSync(WeightSync[Content]):
         if exported is not None and by_engine[self._ranks.place : self._ranks.place + 1] == [False]:
             withdraw(exported[0], exported[2])
 
-    def _export(self, module: str, named: NamedTensors) -> Exported | None:
+    def _export(self, module: str, named: NamedTensors, compact: bool) -> Exported | None:
         """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
         if not self._ranks.serves:
             return None
         device = named[0][1].device
         uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         with exportable_memory(device):
-            payload, buffers = pack({module: named})
+            payload, buffers = pack({module: named}, compact=compact)
         return payload, uuid_of_gpu, buffers

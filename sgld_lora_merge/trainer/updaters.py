@@ -44,7 +44,8 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
         try:
             for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
                 with self._in_parts(index, update) if self._stock else nullcontext():
-                    answers = self._push(module, named, self._fields(update, index, module, layers))
+                    fields = self._fields(update, index, module, layers)
+                    answers = self._push(module, named, fields, compact=not self._stock)
                 step()
         except Exception:
             if not self._stock and (answers or self._hold):
