@@ -59,8 +59,10 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
         entries.append(BucketEntry(name, tensor.shape, tensor.dtype, offset, offset + tensor.nbytes, tensor.nbytes))
         offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     flat = torch.zeros(offset, dtype=torch.uint8, device=tensors[0][1].device)
-    for (_, tensor), entry in zip(tensors, entries, strict=True):
-        flat[entry.start_idx : entry.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    with torch.no_grad():
+        slots = [_tensor_at(flat, entry, typed) for entry in entries]
+        torch._foreach_copy_(slots, [tensor for _, tensor in tensors])
     return flat, entries
 
 

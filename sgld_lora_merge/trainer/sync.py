@@ -102,7 +102,7 @@ class WeightSync(Generic[Content]):
         transports: one an engine.
         gpus_per_engine: ranks ``[i * g, (i + 1) * g)`` are on the GPUs of engine i.
         adapter: the PEFT adapter that is sent; the engine's default one is what it becomes.
-        verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``.
+        verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``. May be changed later.
         gather: makes one shard whole, for other shardings than DTensor.
     """
 
@@ -125,7 +125,7 @@ class WeightSync(Generic[Content]):
         self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
         self._transports = list(transports) if isinstance(transports, Sequence) else [transports]
         self._mapper = PeftLoRAKeyMapper(adapter)
-        self._verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
+        self.verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
         self._gather = gather
         self._ranks = self._make_ranks(gpus_per_engine)
         self._stock: bool | None = None  # whether an engine has no plugin; None until one was asked
@@ -149,7 +149,7 @@ class WeightSync(Generic[Content]):
         with update.stage("send"), progress(told, self._steps(update), shown=self._ranks.rank == 0) as step:
             answers = self._send(update, step)
         self.version = update.version
-        if self._verify:
+        if self.verify:
             with update.stage("verify"):
                 self._check(update, answers[0])
         layers = [tensors for each in update.modules.values() for tensors in self._tensors(each).values()]
@@ -186,7 +186,7 @@ class WeightSync(Generic[Content]):
 
     def _beyond_stock(self, update: Update[Content]) -> list[str]:
         """What this sync needs and an engine without the plugin has not."""
-        return ["verify=True asks for a route of its own"] if self._verify else []
+        return ["verify=True asks for a route of its own"] if self.verify else []
 
     def _before_the_first(self, update: Update[Content]) -> None:
         """What must hold before the first sync. A collective."""
