@@ -332,9 +332,23 @@ def test_i3_expandable_segments_are_off_while_an_export_is_allocated(monkeypatch
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "a:1,expandable_segments:True")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     with trainer_memory.exportable_memory(torch.device("cuda", 0)):
-        assert told == ["expandable_segments:False"]
+        assert told == ["a:1,expandable_segments:False"]  # torch resets what it is not told
     assert told[1:] == ["a:1,expandable_segments:True"]
     with trainer_memory.exportable_memory(torch.device("cpu")):
+        assert len(told) == 2
+
+
+def test_i3_a_torch_that_does_not_tell_its_settings_has_those_of_the_environment(monkeypatch):
+    told = []
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
+    with trainer_memory.exportable_memory(torch.device("cuda", 0)):
+        assert told == ["expandable_segments: False"]
+    assert told[1:] == ["expandable_segments: True"]
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    with trainer_memory.exportable_memory(torch.device("cuda", 0)):
         assert len(told) == 2
 
 
