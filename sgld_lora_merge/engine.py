@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -26,11 +27,13 @@ from sgld_lora_merge import kernels, kohya
 from sgld_lora_merge.adapters import (
     DEFAULT_ADAPTER,
     Adapters,
+    Copy,
     Placed,
     all_pairs,
     all_placed,
     on_host,
     owned,
+    refill,
     terms_at,
 )
 from sgld_lora_merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
@@ -83,6 +86,7 @@ class _Once(dict[str, torch.Tensor]):
 
 
 TargetJob = tuple[Target, MergeJob]
+Outline = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,10 @@ class ModulePlan:
         branches_before, branches_after: of those that are dynamic.
         offloaded: how weights are written that cannot be in place.
         jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
+        scratch: for both, by device.
+        outline: of the update, where another one of the same outline may use this plan's memory once it is free.
+        copies: how that memory is filled.
+        addresses: of the weights that the plan was made for.
     """
 
     module: str
@@ -109,6 +117,10 @@ class ModulePlan:
     offloaded: Offloaded | None = None
     jobs_before: Sequence[TargetJob] = ()
     jobs_after: Sequence[TargetJob] = ()
+    scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
+    outline: Outline | None = None
+    copies: Sequence[Copy] = ()
+    addresses: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -129,7 +141,6 @@ class Plan:
     """A checked update with all its memory; commit it once."""
 
     modules: tuple[ModulePlan, ...]
-    scratch: Mapping[torch.device, kernels.Scratch | None]
 
     @property
     def layers(self) -> int:
@@ -142,7 +153,11 @@ class Plan:
 
 @dataclass(eq=False)
 class ModuleState:
-    """What is live in one module, and what was before it (the pairs, not the weights)."""
+    """What is live in one module, and what was before it (the pairs, not the weights).
+
+    Attributes:
+        plans: of the last whole updates, the live one last; the first of three is free memory for the next update.
+    """
 
     live: Adapters = field(default_factory=dict)
     previous: Adapters | None = None
@@ -150,6 +165,7 @@ class ModuleState:
     weight_version: str | None = None
     previous_version: str | None = None
     rounding_loss: float | None = None
+    plans: tuple[ModulePlan, ...] = ()
 
     @property
     def pairs(self) -> list[Pair]:
@@ -189,7 +205,7 @@ class MergeEngine:
         Raises:
             RequestError: with every fault of every module.
         """
-        return self._allocate(self.check(updates))
+        return self._refilled(updates) or self._allocate(self.check(updates))
 
     def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
         """Resolve and check only, for an update that is not complete yet.
@@ -284,6 +300,7 @@ class MergeEngine:
             before=before,
             after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
+            outline=_outline(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
         )
@@ -319,16 +336,50 @@ class MergeEngine:
 
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
         """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
-        prepared = tuple(self._prepared(plan) for plan in plans)
-        jobs = _by_device([job for plan in prepared for job in self._all_jobs(plan)])
-        return Plan(prepared, {device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()})
+        return Plan(tuple(self._with_scratch(self._prepared(plan)) for plan in plans))
+
+    def _with_scratch(self, plan: ModulePlan) -> ModulePlan:
+        jobs = _by_device(self._all_jobs(plan))
+        return replace(
+            plan, scratch={device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()}
+        )
+
+    def _refilled(self, updates: Sequence[ModuleUpdate]) -> Plan | None:
+        """A plan in the memory of an older one: of the steps of a run, all but the first few differ in values only.
+
+        What was checked for the outline and for the weights' addresses holds again. None where anything else differs.
+        """
+        views = self._modules()
+        spares = [self._spare(update, views.get(update.module)) for update in updates]
+        if len({update.module for update in updates}) < len(updates) or None in spares:
+            return None
+        plans = []
+        for update, spare in zip(updates, spares, strict=True):
+            assert spare is not None
+            state = self.states[update.module]
+            refill(spare.copies, {pair.layer: pair for pair in update.pairs})
+            plans.append(replace(spare, before=state.live, jobs_before=state.plans[-1].jobs_after))
+            state.plans = state.plans[1:]  # a second plan must not get the same memory
+        return Plan(tuple(plans)) if plans else None
+
+    def _spare(self, update: ModuleUpdate, view: ModuleView | None) -> ModulePlan | None:
+        """The plan whose memory an update may take."""
+        plans = self.state(update.module).plans
+        if view is None or len(plans) < 3 or update.faults or not update.whole:
+            return None
+        spare, live = plans[0], plans[-1]
+        if spare.outline != _outline(update) or live.outline != spare.outline or live.addresses != spare.addresses:
+            return None
+        same = all(view.weight(name).data_ptr() == address for name, address in spare.addresses.items())
+        return spare if same and view.offloaded(spare.addresses.keys()) is None else None
 
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
         """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
         weights = _Once(view.weight)
         place = partial(_place, weights)
-        after = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
+        kept = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
+        after = {name: adapter for name, (adapter, _) in kept.items()}
         branches = _branches(view, plan, after)
         offloaded = view.offloaded({target.weight for target in plan.merged})
         new = {t.key: _part(weights[t.weight], t) for t in plan.merged if t.key not in store}
@@ -345,7 +396,11 @@ class MergeEngine:
         if plan.offloaded is not None:
             return plan
         places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
-        return replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
+        plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
+        copies = [copy for _, made in kept.values() for copy in made]
+        if not _may_be_refilled(plan, copies):
+            return replace(plan, outline=None)
+        return replace(plan, copies=copies, addresses={name: weight.data_ptr() for name, weight in weights.items()})
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
@@ -379,12 +434,12 @@ class MergeEngine:
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
-        return {part.module: self._write(part, plan.scratch, after=True) for part in plan.modules}
+        return {part.module: self._write(part, after=True) for part in plan.modules}
 
     def revert(self, plan: Plan) -> None:
         """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
         for part in plan.modules:
-            self._write(part, plan.scratch, after=False)
+            self._write(part, after=False)
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
@@ -395,6 +450,7 @@ class MergeEngine:
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
             state.store.adopt(module.snapshots, module.store_reason)
+            state.plans = _chain(state, module)
             state.previous, state.previous_version = module.before, state.weight_version
             state.live, state.weight_version = module.after, weight_version
             state.rounding_loss = (losses or {}).get(module.module)
@@ -407,27 +463,22 @@ class MergeEngine:
             state = self.states[name]
             state.weight_version, state.previous, state.previous_version = version, None, None
 
-    def _write(self, plan: ModulePlan, scratch: Mapping[torch.device, kernels.Scratch], *, after: bool) -> MergeStats:
+    def _write(self, plan: ModulePlan, *, after: bool) -> MergeStats:
         view = self._modules()[plan.module]
         for key, branch in (plan.branches_after if after else plan.branches_before).items():
             assert view.branches is not None
             view.branches.set(key, branch)
         if plan.offloaded is None:
-            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before, scratch)
+            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before)
         total = MergeStats()
         for weights, targets in _one_by_one(plan.offloaded, plan.merged):
             adapters = plan.after if after else plan.before
             jobs = _jobs(adapters, _places(targets, weights, partial(self._base, plan)))
-            total += self._merge(plan, targets, weights, jobs, scratch)
+            total += self._merge(plan, targets, weights, jobs)
         return total
 
     def _merge(
-        self,
-        plan: ModulePlan,
-        targets: Sequence[Target],
-        weights: Weights,
-        jobs: Sequence[TargetJob],
-        scratch: Mapping[torch.device, kernels.Scratch],
+        self, plan: ModulePlan, targets: Sequence[Target], weights: Weights, jobs: Sequence[TargetJob]
     ) -> MergeStats:
         merged = {target.key for target, _ in jobs}
         with torch.inference_mode():
@@ -437,7 +488,7 @@ class MergeEngine:
         total = MergeStats()
         copies = {id(job): target.copies for target, job in jobs}
         for device, here in _by_device([job for _, job in jobs]).items():
-            for job, stats in zip(here, kernels.merge(here, self.precision, scratch[device]), strict=True):
+            for job, stats in zip(here, kernels.merge(here, self.precision, plan.scratch[device]), strict=True):
                 share = 1 / copies[id(job)]
                 total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
         return total
@@ -488,6 +539,7 @@ class MergeEngine:
         self.restore(module)
         state = self.state(module)
         state.store.drop()
+        state.plans = ()
         state.live = on_host(state.live)
         state.previous = None if state.previous is None else on_host(state.previous)
 
@@ -512,6 +564,32 @@ def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
     targets = {placed.target.key: placed.target for placed in touched}
     layers = sorted({placed.pair.layer for placed in all_placed(after)})
     return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
+
+
+def _outline(update: ModuleUpdate) -> Outline:
+    """All of an update but its values."""
+    pairs = [(p.layer, p.a.shape, p.b.shape, p.a.dtype, p.b.dtype, p.scale, p.kernel) for p in update.pairs]
+    return (update.adapter, *pairs)
+
+
+def _may_be_refilled(plan: ModulePlan, copies: Sequence[Copy]) -> bool:
+    """Whether nothing else uses a plan's pairs, all of them are merged, and its scratch serves its undoing too."""
+    return (
+        plan.outline is not None
+        and len(plan.after) == 1
+        and len(plan.jobs_after) == len(plan.written)
+        and {pair.layer for pair in all_pairs(plan.after)} == {copy.layer for copy in copies}
+        and all(kernels.alike(job, job) for _, job in plan.jobs_after)
+    )
+
+
+def _chain(state: ModuleState, settled: ModulePlan) -> tuple[ModulePlan, ...]:
+    """The plans that are kept once one is settled; without what would keep older pairs and base weights alive."""
+    if settled.outline is None:
+        return ()
+    kept = replace(settled, before={}, jobs_before=(), snapshots={}, store_reason=None)
+    chained = state.plans if state.plans and state.plans[-1].after is state.live else ()
+    return (*chained[-2:], kept)
 
 
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:
