@@ -434,12 +434,17 @@ class MergeEngine:
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
-        return {part.module: self._write(part, after=True) for part in plan.modules}
+        return self.begin(plan)()
+
+    def begin(self, plan: Plan) -> Callable[[], dict[str, MergeStats]]:
+        """As `commit`; what it gives returns the statistics, and on a GPU waits until all is written."""
+        begun = {part.module: self._write(part, after=True) for part in plan.modules}
+        return lambda: {module: finish() for module, finish in begun.items()}
 
     def revert(self, plan: Plan) -> None:
         """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
-        for part in plan.modules:
-            self._write(part, after=False)
+        for finish in [self._write(part, after=False) for part in plan.modules]:
+            finish()
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
@@ -463,7 +468,7 @@ class MergeEngine:
             state = self.states[name]
             state.weight_version, state.previous, state.previous_version = version, None, None
 
-    def _write(self, plan: ModulePlan, *, after: bool) -> MergeStats:
+    def _write(self, plan: ModulePlan, *, after: bool) -> Callable[[], MergeStats]:
         view = self._modules()[plan.module]
         for key, branch in (plan.branches_after if after else plan.branches_before).items():
             assert view.branches is not None
@@ -474,24 +479,32 @@ class MergeEngine:
         for weights, targets in _one_by_one(plan.offloaded, plan.merged):
             adapters = plan.after if after else plan.before
             jobs = _jobs(adapters, _places(targets, weights, partial(self._base, plan)))
-            total += self._merge(plan, targets, weights, jobs)
-        return total
+            total += self._merge(plan, targets, weights, jobs)()  # before the next one takes its memory
+        return lambda: total
 
     def _merge(
         self, plan: ModulePlan, targets: Sequence[Target], weights: Weights, jobs: Sequence[TargetJob]
-    ) -> MergeStats:
+    ) -> Callable[[], MergeStats]:
         merged = {target.key for target, _ in jobs}
         with torch.inference_mode():
             for target in targets:
                 if target.key not in merged:
                     _part(weights(target.weight), target).copy_(self._base(plan, target))
-        total = MergeStats()
         copies = {id(job): target.copies for target, job in jobs}
-        for device, here in _by_device([job for _, job in jobs]).items():
-            for job, stats in zip(here, kernels.merge(here, self.precision, plan.scratch[device]), strict=True):
-                share = 1 / copies[id(job)]
-                total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
-        return total
+        begun = [
+            (here, kernels.begin(here, self.precision, plan.scratch[device]))
+            for device, here in _by_device([job for _, job in jobs]).items()
+        ]
+
+        def finish() -> MergeStats:
+            shared = [(stats, copies[id(job)]) for here, done in begun for job, stats in zip(here, done(), strict=True)]
+            return MergeStats(
+                math.fsum(stats.lost_sq / held for stats, held in shared),
+                math.fsum(stats.update_sq / held for stats, held in shared),
+                sum(stats.non_finite for stats, _ in shared),
+            )
+
+        return finish
 
     def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
         base = plan.snapshots.get(target.key)

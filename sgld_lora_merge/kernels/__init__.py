@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from sgld_lora_merge.kernels import reference
 from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Term
 from sgld_lora_merge.precision import Precision
 
-__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "alike", "compile_ahead", "merge", "scratch_for"]
+__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "alike", "begin", "compile_ahead", "merge", "scratch_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,18 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> l
     Parameters created under inference mode are writable here, and their version counters do not move. The very jobs
     that the scratch was made for cost the least.
     """
+    return begin(jobs, precision, scratch)()
+
+
+def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
+    """As `merge`; what it gives returns the statistics, and on a GPU waits for the jobs to be done."""
     if scratch is None:
-        return []
-    code = reference if isinstance(scratch, reference.Scratch) else _kernel()
-    results: list[MergeStats] = code.merge(jobs, precision, scratch)
-    return results
+        return list
+    if isinstance(scratch, reference.Scratch):
+        stats = reference.merge(jobs, precision, scratch)
+        return lambda: stats
+    begun: Callable[[], list[MergeStats]] = _kernel().begin(jobs, precision, scratch)
+    return begun
 
 
 def compile_ahead(

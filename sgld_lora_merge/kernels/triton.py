@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,12 +233,15 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
 
 
 def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
-    """Run the jobs, each written in place; one statistics object per job, as `reference.merge` does.
+    """Run the jobs, each written in place; one statistics object per job, as `reference.merge` does."""
+    return [] if scratch is None else begin(jobs, precision, scratch)()
+
+
+def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
+    """Launch the jobs; what it gives waits for their statistics.
 
     The very job objects that the scratch was made for cost the least; others are prepared again.
     """
-    if scratch is None:
-        return []
     jobs = list(jobs)
     stats: dict[int, MergeStats] = {}
     with torch.inference_mode(), torch.cuda.device_of(scratch.table):
@@ -258,10 +261,14 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
             parts = scratch.filled[0][1]
             arrivals = _bring(parts, scratch.copies)
         launch(parts, scratch, arrivals)
+
+    def finish() -> list[MergeStats]:
         positions = [position for part in parts for position, _ in part.members]
         for position, sums in zip(positions, scratch.sums[: len(positions)].tolist(), strict=True):
             stats[position] = MergeStats(sums[0], sums[1], int(sums[2]))
-    return [stats[position] for position in range(len(jobs))]
+        return [stats[position] for position in range(len(stats))]
+
+    return finish
 
 
 def _same(some: Sequence[MergeJob], others: Sequence[MergeJob]) -> bool:

@@ -322,6 +322,16 @@ def test_a_layout_that_is_none_is_refused(layout):
         entries_of(layout)
 
 
+def test_what_is_wrong_with_the_entries_of_a_layout_is_named():
+    with pytest.raises(RequestError) as error:
+        entries_of('[["x", "float32", [4], 0, 15], ["y", "float12", [1], 16, 20], [3, "float32", [1], 0, 4]]')
+    assert [fault.split(":")[0] for fault in error.value.faults] == [
+        "metadata of 'x'",
+        "metadata of 'y'",
+        "metadata of entry 2",
+    ]
+
+
 def test_a_layout_that_is_not_text_is_refused():
     with pytest.raises(RequestError, match="layout is a list, not JSON text"):
         entries_of([])
@@ -337,5 +347,5 @@ def test_a_very_long_layout_is_read_and_not_kept():
 
     entries = entries_of(json.dumps(rows))
 
-    assert [entry.start_idx for entry in entries] == [row[3] for row in rows]
+    assert [entry.start for entry in entries] == [row[3] for row in rows]
     assert entries_of(json.dumps(rows)) is not entries

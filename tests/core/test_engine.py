@@ -708,7 +708,7 @@ def test_a_commit_that_stops_half_way_can_be_reverted(monkeypatch, jobs_before_t
 
     real_merge = kernels.merge
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "merge", merge_some)
+        patch.setattr(kernels, "begin", merge_some)
         with pytest.raises(RuntimeError, match="the device is gone"):
             engine.commit(plan)
 
