@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
 from sgld_lora_merge.trainer.expected import Expectation
 from sgld_lora_merge.trainer.gather import Gather
@@ -259,6 +259,11 @@ class WeightSync(Generic[Content]):
                 modules[name] = self._read(model)
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
+                continue
+            sent = self._tensors(modules[name])
+            if empty := [layer for layer, tensors in sent.items() if not all(tensor.numel() for tensor in tensors)]:
+                told = "a parameter of DeepSpeed's ZeRO-3 is, outside of GatheredParameters"
+                faults.append(f"{name}: layers with an empty tensor ({told}): {name_some(empty)}")
         if faults:
             raise RequestError(*faults)
         buckets = [

@@ -75,6 +75,16 @@ def model(**layers):
     return nn.ModuleDict({name: nn.ModuleDict({"to_q": layer}) for name, layer in layers.items()})
 
 
+def add(root, name, layer):
+    """Put a layer under a dotted name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(last, layer)
+
+
 def exported_now():
     return [entry for entry in os.listdir("/dev/shm") if entry.startswith(f"torch_{os.getpid()}_")]
 
@@ -116,6 +126,30 @@ def test_what_is_wrong_with_any_module_is_told_before_anything_is_sent():
     assert "transformer: 1 keys of adapter 'default' have no place: a.to_q.lora_C" in str(caught.value)
     assert "transformer_2: the model has no lora_A and lora_B of adapter 'default'" in str(caught.value)
     assert engine.calls == []
+
+
+def test_n2_n3_every_layer_travels_under_the_trainers_own_name_whatever_an_engine_calls_it():
+    """Renaming, fusing and dropping are the engine's, in one place; the report counts what was sent."""
+    engine, names = Reading(), ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "norm_added_q")
+    trained = nn.Module()
+    for name in names:
+        add(trained, f"blocks.0.{name}", Layer())
+    report = DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert sorted(engine.weights) == sorted(f"blocks.0.{name}.lora_{side}" for name in names for side in "AB")
+    assert (report.layers, report.tensors) == (6, 12)
+
+
+def test_b2_a_transposed_matrix_travels_as_what_it_is_and_an_empty_one_is_refused_before_anything_is_sent():
+    engine, trained = Reading(), model(a=Layer())
+    layer = trained["a"]["to_q"]
+    layer.lora_A["default"].weight = nn.Parameter(torch.arange(32.0).view(8, 4).T)
+    DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert torch.equal(engine.weights["a.to_q.lora_A"], torch.arange(32.0).view(8, 4).T)
+    layer.lora_A["default"].weight = nn.Parameter(torch.zeros(0, 8))
+    sent = len(engine.calls)
+    with pytest.raises(RequestError, match=r"transformer: layers with an empty tensor .*ZeRO-3.*: a\.to_q"):
+        DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert len(engine.calls) == sent
 
 
 def test_trained_biases_are_refused():
