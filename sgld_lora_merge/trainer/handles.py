@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,29 @@ Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of 
 class HandleSync(WeightSync[Content]):
     """Every rank exports for the worker on its GPU; the first rank of an engine sends the payloads of all."""
 
-    def _push(self, module: str, named: NamedTensors, fields: Mapping[str, Any]) -> list[Answer]:
-        """One bucket to every engine; the answers of all, on every rank."""
-        exported = self._together(partial(self._export, module, named))
-        named.clear()  # the export is a copy
+    def _push(
+        self, module: str, named: NamedTensors, fields: Mapping[str, Any], meanwhile: Callable[[], None]
+    ) -> list[Answer]:
+        """One bucket to every engine; the answers of all, on every rank.
+
+        Args:
+            named: whole tensors; they are gone when ``meanwhile`` is called, between the export and the request.
+        """
+        exported: Exported | None = None
+
+        def export() -> None:
+            nonlocal exported
+            exported = self._export(module, named)
+            named.clear()  # the export is a copy
+            meanwhile()
+
+        try:
+            self._together(export)
+        except Exception:
+            if exported is not None:
+                withdraw(exported[0], exported[2])  # no engine has heard of it
+                exported = None  # the traceback keeps this frame
+            raise
         payloads = self._ranks.of_engine(exported[:2]) if exported else []
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         request = {

@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,23 @@ def test_i7_an_export_that_the_engine_has_not_opened_is_taken_back(opened):
     assert sync.version == 0
 
 
+def test_i7_an_export_is_taken_back_when_the_next_bucket_cannot_be_gathered():
+    def gather(tensor):
+        if len(engine.calls) > 1:  # its status, and one bucket
+            raise RuntimeError("a rank is gone")
+        return tensor
+
+    engine, before = Recorder(), len(exported_now())
+    trained = model(a=Layer(), b=Layer(), c=Layer())
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(
+        arguments(update_weight_buffer_size=1), trained, engine, gather=gather
+    )
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        sync.update_weights()
+    assert len(engine.of("update")) == 1
+    assert len(exported_now()) - before == 1  # that of the bucket which the engine took, and here nobody opens
+
+
 def test_an_update_of_which_one_bucket_is_refused_is_aborted():
     class Second(Recorder):
         def update(self, fields, file=None):
@@ -316,6 +334,26 @@ class Reading(Recorder):
         answer = super().update(fields, file)
         self.weights = getattr(self, "weights", {}) | opened(fields)
         return answer
+
+
+@pytest.mark.parametrize("strategy", [DiffusionUpdateWeightFromTensorLoRAIPC, DiffusionUpdateWeightFromTensorLoRA])
+def test_while_a_bucket_is_sent_only_the_next_one_is_whole(strategy):
+    """Beside the export that is two buckets in memory; the same while a bucket is being exported."""
+    alive, seen = weakref.WeakSet(), []
+
+    def gather(tensor):
+        alive.add(copy := tensor.clone())
+        return copy
+
+    class Counting(Recorder):
+        def update(self, fields, file=None):
+            seen.append(len(alive))
+            return super().update(fields, file)
+
+    trained = model(**{name: Layer() for name in "abcd"})
+    strategy(arguments(update_weight_buffer_size=1), trained, Counting(), gather=gather).update_weights()
+    each = 2 if strategy is DiffusionUpdateWeightFromTensorLoRAIPC else 3
+    assert seen == [each, each, each, 0]
 
 
 def test_merged_weights_travel_under_the_names_of_the_checkpoint():
