@@ -386,6 +386,20 @@ def test_base_weights_travel_as_they_are_and_a_model_with_lora_is_refused():
             DiffusionUpdateWeightFromTensor(arguments(), wrong, engine).update_weights()
 
 
+def test_a_wrapper_may_stand_in_the_names_of_parameters_and_not_in_the_keys_of_the_state_dict():
+    """As FSDP1 has it."""
+
+    def unwrap(module, state, prefix, metadata):
+        for key in list(state):
+            state[key.replace("_fsdp_wrapped_module.", "")] = state.pop(key)
+
+    engine, sharded = Reading(), nn.Module()
+    sharded._fsdp_wrapped_module = nn.Linear(4, 2)
+    sharded.register_state_dict_post_hook(unwrap)
+    DiffusionUpdateWeightFromTensor(arguments(), sharded, engine).update_weights()
+    assert sorted(engine.weights) == ["bias", "weight"]
+
+
 def test_a_pair_whose_scale_nobody_knows_is_not_merged():
     trained = model(a=Layer())
     trained["a"]["to_q"].scaling = {}

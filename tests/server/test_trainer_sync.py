@@ -237,9 +237,10 @@ def test_full_weights_and_weights_that_the_trainer_merged_are_the_new_base(zimag
         restore(zimage)
 
 
-def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
+@pytest.mark.parametrize("example", ["colocated_fsdp2", "colocated_fsdp1"])
+def test_two_sharded_ranks_sync_to_the_two_workers_beside_them(tp2, tmp_path, example):
     file = tmp_path / "sent.safetensors"
-    command = [sys.executable, "-m", "examples.colocated_fsdp2", "--engine", str(tp2.server.client.base_url),
+    command = [sys.executable, "-m", f"examples.{example}", "--engine", str(tp2.server.client.base_url),
                "--checkpoint", str(tp2.checkpoint), "--save", str(file),
                "--update-weight-buffer-size", "4096"]  # fmt: skip
     log = tmp_path / "log"
