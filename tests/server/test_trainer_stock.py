@@ -30,7 +30,7 @@ def stock(zimage_checkpoint, tmp_path_factory):
     given = ("--num-gpus", "1", "--config", str(folder / "config.json"))
     env = {"SGLANG_PLUGINS": "none"}
     with server.running(zimage_checkpoint, "Z-Image", folder, arguments=given, env=env) as running:
-        assert "'lora_target_modules': ['to_q'" in running.log.read_text()
+        assert '"lora_target_modules": ["to_q", "to_k"' in running.log.read_text()
         assert running.client.get("/lora_merge/status").status_code == 404
         yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
 
