@@ -120,7 +120,9 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
     def _send(self, update: Update[TrainedAdapter], step: Callable[[], None]) -> list[Answer]:
         prefixes = self._prefixes(update.modules)
         tensors: dict[str, torch.Tensor] = {}
-        for (module, _), named in zip(update.buckets, self._whole_buckets(update), strict=True):
+        whole_buckets = self._whole_buckets(update)
+        for (module, _), named in zip(update.buckets, whole_buckets, strict=True):
+            whole_buckets.begin()
             if self._called():
                 tensors |= {prefixes[module] + name: tensor.cpu().contiguous() for name, tensor in named}
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -107,6 +108,18 @@ def test_the_fields_of_every_bucket_make_one_update():
         assert (fields["commit"], fields["payload_gpu_uuids"]) == (True, None)
     assert sync.update_weights().version == 2
     assert engine.of("update")[3][0]["update_id"] != sent[0]["update_id"]
+
+
+def test_a_sync_of_several_buckets_shows_its_progress_on_a_terminal(monkeypatch):
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    small = arguments(update_weight_buffer_size=1)
+    DiffusionUpdateWeightFromTensorLoRAIPC(small, model(a=Layer(), b=Layer()), Recorder()).update_weights()
+    assert "LoRA IPC weight sync v1" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
 
 
 def test_the_buckets_of_all_modules_are_counted_together():

@@ -22,6 +22,8 @@ from support import lora, server, training
 from tests.server.conftest import Engine
 from tests.server.trainers import arguments
 
+pytestmark = pytest.mark.skipif(server.before_0_5_23(), reason="by itself it takes no adapter on a CPU")
+
 
 @pytest.fixture(scope="module")
 def stock(zimage_checkpoint, tmp_path_factory):
