@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,35 @@ class HandleSync(WeightSync[Content]):
     """Every rank exports for the worker on its GPU; the first rank of an engine sends the payloads of all."""
 
     def _push(
-        self, module: str, named: NamedTensors, fields: Mapping[str, Any], *, compact: bool = False
+        self,
+        module: str,
+        named: NamedTensors,
+        fields: Mapping[str, Any],
+        meanwhile: Callable[[], None],
+        *,
+        compact: bool = False,
     ) -> list[Answer]:
-        """One bucket to every engine; the answers of all, on every rank. ``compact``: our own route reads it."""
-        exported = self._together(partial(self._export, module, named, compact))
-        named.clear()  # the export is a copy
+        """One bucket to every engine; the answers of all, on every rank.
+
+        Args:
+            named: whole tensors; they are gone when ``meanwhile`` is called, between the export and the request.
+            compact: the layout as text, which our own route reads.
+        """
+        exported: Exported | None = None
+
+        def export() -> None:
+            nonlocal exported
+            exported = self._export(module, named, compact)
+            named.clear()  # the export is a copy
+            meanwhile()
+
+        try:
+            self._together(export)
+        except Exception:
+            if exported is not None:
+                withdraw(exported[0], exported[2])  # no engine has heard of it
+                exported = None  # the traceback keeps this frame
+            raise
         payloads = self._ranks.of_engine(exported[:2]) if exported else []
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         request = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,10 @@ from torch import nn
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.model import TrainedAdapter, read_adapter, scales_of_their_own
 from sgld_lora_merge.trainer.names import LayerPair
-from sgld_lora_merge.trainer.sync import DTYPES, NamedTensors, Update, WeightSync
+from sgld_lora_merge.trainer.sync import DTYPES, Update, WeightSync
 from sgld_lora_merge.trainer.transport import Answer, SyncError
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class LoRASync(WeightSync[TrainedAdapter]):
                 expected[layer] = expected_base(weight, DTYPES[self.args.diffusion_forward_dtype])
         return expected
 
-    def _whole_buckets(self, update: Update[TrainedAdapter]) -> Iterator[tuple[str, list[str], NamedTensors]]:
-        """Module, layers, and whole tensors under the names of the wire, one bucket after the other."""
+    def _whole_buckets(self, update: Update[TrainedAdapter]) -> GatherAhead[str]:
+        """Whole tensors under the names of the wire, for each of the update's buckets."""
         sharded = (
             [
                 (f"{layer}.lora_{side}", tensor)
@@ -81,8 +81,7 @@ class LoRASync(WeightSync[TrainedAdapter]):
             ]
             for module, layers in update.buckets
         )
-        for (module, layers), named in zip(update.buckets, gather_ahead(sharded, self._gather), strict=True):
-            yield module, layers, named
+        return GatherAhead(sharded, self._gather)
 
     def _check(self, update: Update[TrainedAdapter], answer: Answer) -> None:
         """Ask the engines whether their weights are what they must be."""

@@ -101,13 +101,14 @@ def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict
     Raises:
         RequestError: the model has LoRA and no adapter is merged; it has no parameters; a pair has nothing to go into.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {unwrapped(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {unwrapped(name): module for name, module in model.named_modules(remove_duplicate=False)}
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in model.state_dict().items():
-        if key not in parameters or is_adapter_key(key):
+        bare = unwrapped(key)  # wrappers may stand in the names of parameters, and in these keys, or in one of them
+        if bare not in parameters or is_adapter_key(bare):
             continue
-        layer, _, name = unwrapped(key).rpartition(".")
+        layer, _, name = bare.rpartition(".")
         layers.setdefault(layer.removesuffix(f".{BASE_LAYER}"), {})[name] = tensor
     if not layers:
         raise RequestError("the model has no parameters: nothing to send")

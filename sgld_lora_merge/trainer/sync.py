@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.expected import Expectation
 from sgld_lora_merge.trainer.gather import Gather
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
@@ -159,7 +159,7 @@ class WeightSync(Generic[Content]):
             sum(map(len, layers)),
             len(layers),
             len(update.buckets),
-            sum(tensor.numel() * tensor.element_size() for tensors in layers for tensor in tensors),
+            sum(whole_nbytes(tensor) for tensors in layers for tensor in tensors),
             update.seconds,
             answers[0],
         )
@@ -259,6 +259,11 @@ class WeightSync(Generic[Content]):
                 modules[name] = self._read(model)
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
+                continue
+            sent = self._tensors(modules[name])
+            if empty := [layer for layer, tensors in sent.items() if not all(map(whole_nbytes, tensors))]:
+                told = "a parameter of DeepSpeed's ZeRO-3 is, outside of GatheredParameters"
+                faults.append(f"{name}: layers with an empty tensor ({told}): {name_some(empty)}")
         if faults:
             raise RequestError(*faults)
         buckets = [
@@ -281,4 +286,4 @@ class WeightSync(Generic[Content]):
                 self.log_name, update.version, module, sum(map(len, layers.values())), self.what, len(layers),
                 sum(name == module for name, _ in update.buckets),
             )  # fmt: skip
-            logger.info("%s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))
+            logger.info("among them %s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))

@@ -17,7 +17,7 @@ from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
 from sgld_lora_merge.protocol import LORA_MERGE
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, merged_weight
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.handles import HandleSync
 from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.model import TrainedAdapter, TrainedLayer, read_adapter, read_layers
@@ -41,11 +41,12 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
 
     def _send(self, update: Update[TrainedAdapter], step: Callable[[], None]) -> list[Answer]:
         answers: list[Answer] = []
+        whole_buckets = self._whole_buckets(update)
         try:
-            for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
+            for index, ((module, layers), named) in enumerate(zip(update.buckets, whole_buckets, strict=True)):
+                fields = self._fields(update, index, module, layers)
                 with self._in_parts(index, update) if self._stock else nullcontext():
-                    fields = self._fields(update, index, module, layers)
-                    answers = self._push(module, named, fields, compact=not self._stock)
+                    answers = self._push(module, named, fields, whole_buckets.begin, compact=not self._stock)
                 step()
         except Exception:
             if not self._stock and (answers or self._hold):
@@ -119,7 +120,9 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
     def _send(self, update: Update[TrainedAdapter], step: Callable[[], None]) -> list[Answer]:
         prefixes = self._prefixes(update.modules)
         tensors: dict[str, torch.Tensor] = {}
-        for module, _, named in self._whole_buckets(update):
+        whole_buckets = self._whole_buckets(update)
+        for (module, _), named in zip(update.buckets, whole_buckets, strict=True):
+            whole_buckets.begin()
             if self._called():
                 tensors |= {prefixes[module] + name: tensor.cpu().contiguous() for name, tensor in named}
             step()
@@ -182,7 +185,7 @@ class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
             ]
             for module, layers in update.buckets
         )
-        gathered = gather_ahead(sharded, self._gather)
+        gathered = GatherAhead(sharded, self._gather)
         for sent, ((module, layers), keyed) in enumerate(zip(update.buckets, gathered, strict=True)):
             tensors = dict(keyed)
             keyed.clear()
@@ -193,7 +196,7 @@ class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
             ]
             del tensors
             with self._in_parts(sent, update):
-                answers = self._push(module, named, {"weight_version": str(update.version)})
+                answers = self._push(module, named, {"weight_version": str(update.version)}, gathered.begin)
             step()
         return answers
 

@@ -35,7 +35,7 @@ def entry(name="x", shape=(4,), dtype=torch.float32, start=0, stop=16):
     [torch.arange(8.0)[::2], torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.ones(3, 1).expand(3, 4)],
     ids=["strided", "transposed", "scalar", "expanded"],
 )
-def test_any_strides_become_contiguous_bytes(tensor):
+def test_b2_any_strides_become_contiguous_bytes(tensor):
     """Case B2."""
     flat, entries = flatten([("x", tensor)])
 
@@ -46,7 +46,7 @@ def test_any_strides_become_contiguous_bytes(tensor):
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
-def test_an_empty_tensor_is_refused_by_name(shape):
+def test_b2_an_empty_tensor_is_refused_by_name(shape):
     """Case B2."""
     with pytest.raises(ValueError, match="'void' is empty") as error:
         flatten([("x", torch.ones(2)), ("void", torch.ones(shape))])
@@ -59,7 +59,7 @@ def test_a_bucket_of_nothing_is_refused():
         flatten([])
 
 
-def test_a_16_bit_tensor_before_a_32_bit_one_reads_back_equal_and_aligned():
+def test_b3_a_16_bit_tensor_before_a_32_bit_one_reads_back_equal_and_aligned():
     """Case B3."""
     sent = [("a", torch.randn(3).bfloat16()), ("b", torch.randn(2))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -15,16 +16,23 @@ from sgld_lora_merge.trainer import (
     DiffusionUpdateWeightLoRAUpload,
     HttpTransport,
     UploadTransport,
+    engine_config,
 )
 from support import lora, server, training
 from tests.server.conftest import Engine
 from tests.server.trainers import arguments
 
+pytestmark = pytest.mark.skipif(server.before_0_5_23(), reason="by itself it takes no adapter on a CPU")
+
 
 @pytest.fixture(scope="module")
 def stock(zimage_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock")
-    with server.running(zimage_checkpoint, "Z-Image", folder, env={"SGLANG_PLUGINS": "none"}) as running:
+    (folder / "config.json").write_text(json.dumps(engine_config(arguments("--use-lora"))))
+    given = ("--num-gpus", "1", "--config", str(folder / "config.json"))
+    env = {"SGLANG_PLUGINS": "none"}
+    with server.running(zimage_checkpoint, "Z-Image", folder, arguments=given, env=env) as running:
+        assert '"lora_target_modules": ["to_q", "to_k"' in running.log.read_text()
         assert running.client.get("/lora_merge/status").status_code == 404
         yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)
 

@@ -108,6 +108,29 @@ def test_a_trainer_whose_base_differs_knows_it_after_its_first_sync(zimage):
         strategy(zimage, model, *IPC).update_weights()
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_init_that_changed_the_base_is_for_an_engine_that_serves_the_changed_one(zimage, init):
+    model, before = (
+        training.with_lora(training.transformer(zimage.checkpoint), init_lora_weights=init),
+        zimage.checksum(),
+    )
+    sync = strategy(zimage, model, *IPC, verify=False)
+    told = rf"init_lora_weights='{init}' changed the base weights.*Nothing was sent.*14 of 14 layers are not what"
+    with pytest.raises(SyncError, match=told):
+        sync.update_weights()
+    assert zimage.checksum() == before
+    state = {name.removeprefix("base_model.model."): each for name, each in model.state_dict().items()}
+    moved = {layer: state[f"{layer}.base_layer.weight"] for layer in zimage.targets}
+    try:
+        named = [(f"{layer}.weight", weight) for layer, weight in moved.items()]
+        assert zimage.update(named, weight_update_mode=None, lora_alpha=None, lora_rank=None).status_code == 200
+        assert sync.update_weights().version == 1
+        merged = support_lora.merged(moved, sent(model.state_dict()), 1.5, zimage.merge)
+        zimage.holds(support_lora.checksums(zimage.to_engine(merged)))
+    finally:
+        restore(zimage)
+
+
 def test_a_live_weight_that_somebody_else_changed_is_named(zimage):
     model = peft_model(zimage)
     url = str(zimage.server.client.base_url)
@@ -214,9 +237,10 @@ def test_full_weights_and_weights_that_the_trainer_merged_are_the_new_base(zimag
         restore(zimage)
 
 
-def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
+@pytest.mark.parametrize("example", ["colocated_fsdp2", "colocated_fsdp1"])
+def test_two_sharded_ranks_sync_to_the_two_workers_beside_them(tp2, tmp_path, example):
     file = tmp_path / "sent.safetensors"
-    command = [sys.executable, "-m", "examples.colocated_fsdp2", "--engine", str(tp2.server.client.base_url),
+    command = [sys.executable, "-m", f"examples.{example}", "--engine", str(tp2.server.client.base_url),
                "--checkpoint", str(tp2.checkpoint), "--save", str(file),
                "--update-weight-buffer-size", "4096"]  # fmt: skip
     log = tmp_path / "log"
