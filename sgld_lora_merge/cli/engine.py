@@ -1,0 +1,50 @@
+"""One running engine, as the commands see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, HttpTransport, SyncError, UploadTransport
+
+
+def connect(url: str, *, upload: bool = False) -> HttpTransport:
+    """The engine at a URL, ``http://`` in front or not; updates go as JSON, or as an uploaded file.
+
+    Raises:
+        LoraMergeError: it is no URL.
+    """
+    try:
+        return (UploadTransport if upload else HttpTransport)(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL as error:
+        raise LoraMergeError(f"{url!r} is no URL: {error}") from error
+
+
+def status(engine: HttpTransport) -> Answer:
+    """What is live.
+
+    Raises:
+        LoraMergeError: there is no engine, or one without the plugin.
+    """
+    try:
+        return engine.ask(STATUS_ROUTE)
+    except SyncError as error:
+        if "answered 404" in str(error):
+            raise LoraMergeError(
+                f"{engine.url} is an engine without sgld-lora-merge: run doctor where it runs"
+            ) from error
+        raise
+
+
+def module_of(known: Answer, module: str) -> dict[str, Any]:
+    """What the status says of a module.
+
+    Raises:
+        LoraMergeError: the engine has none of that name.
+    """
+    modules: dict[str, dict[str, Any]] = known["modules"]
+    if module not in modules:
+        raise LoraMergeError(f"the engine has no module {module!r}; it has {', '.join(modules)}")
+    return modules[module]
