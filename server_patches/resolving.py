@@ -16,8 +16,8 @@ def resolve(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Module -> layer prefix -> its place, or why it has none.
 
-    A place is the module, the weight's name there, its sections, the shape that ``lora_B @ lora_A`` must have, the
-    weight's dtype, and whether it is merged or a low-rank branch is added.
+    A place is the module, the layer's name there without a route's prefix, the name of the weight, its sections, the
+    shape that ``lora_B @ lora_A`` must have, the weight's dtype, and whether it is merged or gets a low-rank branch.
 
     Args:
         layers: module -> layer prefixes in the sender's names, with the prefix of a route or without.
@@ -44,6 +44,7 @@ def _place(module: str, name: str, routes: Mapping[str, str], views: Mapping[str
     first = landing.targets[0]
     return {
         "module": module,
+        "layer": layer_name(name),
         "weight": first.weight,
         "sections": [target.section for target in landing.targets],
         "shape": [landing.out_features, landing.in_features],

@@ -117,7 +117,7 @@ PUBLISHED = {
     "minimax_h3": Published("minimax_h3.MiniMaxH3DiTConfig", {}, "transformer_blocks", 50),
     "cosmos3": Published("cosmos3video.Cosmos3VideoConfig", {}, "layers", 36),
 }
-UNBUILT = {"ltx_2_3": "diffusers {diffusers} builds this class without LTX-2.3's gates in every attention"}
+UNBUILT = {"ltx_2_3": "diffusers {diffusers} builds this class as LTX-2 has it, without LTX-2.3's AdaLN of the prompt"}
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,18 @@ from sgld_lora_merge.errors import LoraMergeError
 
 
 class BaseWeights:
-    """The weights of one module, in a safetensors file or in a folder of them.
+    """The weights of one module.
+
+    Args:
+        path: a safetensors file, a folder of them, or the folder of the whole model.
+        module: whose folder that one has.
 
     Raises:
         LoraMergeError: there are none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, module: str) -> None:
+        path = path / module if (path / module).is_dir() else path
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         self._file_of: dict[str, Path] = {}
         for file in files:

@@ -24,7 +24,7 @@ from sgld_lora_merge.cli import doctor as checks
 from sgld_lora_merge.cli import pushing, show
 from sgld_lora_merge.cli.adapter import load_pairs
 from sgld_lora_merge.cli.base import BaseWeights
-from sgld_lora_merge.cli.engine import connect, module_of, status
+from sgld_lora_merge.cli.engine import connect, status
 from sgld_lora_merge.cli.inspection import Report, report
 from sgld_lora_merge.errors import LoraMergeError, name_some
 from sgld_lora_merge.families import load_families
@@ -59,7 +59,9 @@ Alpha = Annotated[
     float | None, typer.Option(help="For a file that does not say its alpha; the scale of a layer is alpha / rank.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Base = Annotated[Path | None, typer.Option(help="Base weights of the module: a safetensors file, or a folder of them.")]
+Base = Annotated[
+    Path | None, typer.Option(help="Base weights: a safetensors file, a folder of them, or the whole model's folder.")
+]
 
 
 def told(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -101,6 +103,8 @@ def show_status(
     engine = connect(url)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
+            if watch is not None and not as_json:
+                Console().clear()  # of a terminal; a log keeps all
             _print(as_json, status(engine), _show_status)
             if watch is None:
                 return
@@ -134,7 +138,9 @@ def push(
     url: Url,
     path: AdapterPath,
     alpha: Alpha = None,
-    module: Annotated[str, typer.Option(help="Module of the pipeline.")] = DEFAULT_MODULE,
+    module: Annotated[
+        str | None, typer.Option(help="Module of the pipeline; the transformer, or where prefixes of the names lead.")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="Its name in the engine, where several shall add up.")] = None,
     version: Annotated[
         str | None, typer.Option(help="weight_version to report; the file's or folder's name if left out.")
@@ -168,21 +174,24 @@ def push(
         raise LoraMergeError("--verify needs --base: what a layer must be is computed from its base weight")
     update = pushing.Update(load_pairs(path, alpha), module, adapter, version or path.resolve().stem)
     engine = connect(url, upload=not ipc)
-    own = module_of(status(engine), module)
-    mapped = pushing.mapping(engine, update) if dry_run or verify else []
+    modules = status(engine)["modules"]
+    mapped = pushing.mapping(engine, update) if dry_run or verify or ipc else []
     if dry_run:
         content = {"layers": [asdict(each) for each in mapped]}
         _print(as_json, content, lambda console, _: _show_mapping(console, mapped))
         raise typer.Exit(1 if any(each.fault for each in mapped) else 0)
     expected = {}
     if base is not None and verify:
-        if others := own["adapters"].keys() - {adapter or DEFAULT_ADAPTER}:
-            raise LoraMergeError(f"{module} holds {name_some(sorted(others))} too: their sum is not verified from here")
-        precision = Precision(own["merge_precision"])
-        expected = pushing.expectations(update, BaseWeights(base), mapped, precision)
-    answer = pushing.hand_over(engine, update) if ipc else _upload(engine, update, quiet=as_json)
+        precision = Precision(next(iter(modules.values()))["merge_precision"])
+        expected = pushing.expectations(update, base, mapped, precision)
+        for name in expected:
+            if others := modules[name]["adapters"].keys() - {adapter or DEFAULT_ADAPTER}:
+                raise LoraMergeError(
+                    f"{name} holds {name_some(sorted(others))} too: their sum is not verified from here"
+                )
+    answer = pushing.hand_over(engine, update, mapped) if ipc else _upload(engine, update, quiet=as_json)
     if verify:
-        answer["verified"] = pushing.verify(engine, update, expected)
+        answer["verified"] = pushing.verify(engine, expected)
     _print(as_json, answer, _show_answer)
 
 
@@ -194,6 +203,7 @@ def inspect(
         str | None, typer.Option(help="Compare with the target modules of this family: a name from configs/.")
     ] = None,
     base: Base = None,
+    module: Annotated[str, typer.Option(help="Whose base weights those are.")] = DEFAULT_MODULE,
     alpha: Alpha = None,
     as_json: AsJson = False,
 ) -> None:
@@ -208,7 +218,7 @@ def inspect(
     found = report(
         load_pairs(path, alpha),
         known.target_modules if known else None,
-        BaseWeights(base) if base is not None else None,
+        BaseWeights(base, module) if base is not None else None,
         DTYPES[known.forward_dtype] if known else None,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 
 from sgld_lora_merge.errors import LoraMergeError
@@ -36,15 +34,3 @@ def status(engine: HttpTransport) -> Answer:
                 f"{engine.url} is an engine without sgld-lora-merge: run doctor where it runs"
             ) from error
         raise
-
-
-def module_of(known: Answer, module: str) -> dict[str, Any]:
-    """What the status says of a module.
-
-    Raises:
-        LoraMergeError: the engine has none of that name.
-    """
-    modules: dict[str, dict[str, Any]] = known["modules"]
-    if module not in modules:
-        raise LoraMergeError(f"the engine has no module {module!r}; it has {', '.join(modules)}")
-    return modules[module]

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors.torch import save
@@ -17,7 +18,7 @@ from sgld_lora_merge.errors import LoraMergeError, summarise
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.protocol import LORA_MERGE
+from sgld_lora_merge.protocol import DEFAULT_MODULE, LORA_MERGE
 from sgld_lora_merge.trainer.expected import Expectation, expected_merged
 from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
@@ -30,7 +31,8 @@ class Mapped:
     """A pair and its place in the engine.
 
     Attributes:
-        target: module, weight and sections; empty where it has none.
+        module, name: where that is, and what the layer is called there; empty where it has no place.
+        target: the weight, and which sections of it.
         dtype: of that weight.
         merge_mode: "merge", or "dynamic" where the weight stays and a low-rank branch is added.
         fault: why it cannot land there; empty where it can.
@@ -39,6 +41,8 @@ class Mapped:
     layer: str
     rank: int
     scale: float
+    module: str = ""
+    name: str = ""
     target: str = ""
     dtype: str = ""
     merge_mode: str = ""
@@ -50,13 +54,13 @@ class Update:
     """An adapter to send.
 
     Attributes:
-        module: of the engine's pipeline.
+        module: of the engine's pipeline; None leaves that to the prefixes of the model family's routes.
         adapter: which of the module's adapters it is; None is the default one.
         version: what the engine shall report as ``weight_version``.
     """
 
     pairs: Sequence[Pair]
-    module: str
+    module: str | None
     adapter: str | None
     version: str
 
@@ -64,9 +68,6 @@ class Update:
         """What an update has whichever way it is sent; with an id it may be repeated, and is the whole adapter."""
         update_id = f"{self.version}-{uuid.uuid4().hex}"
         return {"adapter": self.adapter, "weight_version": self.version, "update_id": update_id}
-
-    def scaling(self) -> dict[str, float]:
-        return {pair.layer: pair.scale for pair in self.pairs}
 
 
 class Chunks:
@@ -83,8 +84,9 @@ class Chunks:
 
 def mapping(engine: Transport, update: Update) -> list[Mapped]:
     """Where every pair would land; nothing is changed."""
-    asked = {update.module: [pair.layer for pair in update.pairs]}
-    places = engine.ask("/lora_merge/resolve", {"modules": asked})["modules"][update.module]
+    module = update.module or DEFAULT_MODULE
+    asked = {module: [pair.layer for pair in update.pairs]}
+    places = engine.ask("/lora_merge/resolve", {"modules": asked})["modules"][module]
     found = []
     for pair in update.pairs:
         place, fault = places[pair.layer], ""
@@ -92,10 +94,12 @@ def mapping(engine: Transport, update: Update) -> list[Mapped]:
             found.append(Mapped(pair.layer, pair.rank, pair.scale, fault=place["fault"]))
             continue
         sections = "" if place["sections"] == [0] else f"[{', '.join(map(str, place['sections']))}]"
-        if place["shape"] != list(pair.shape):
+        if update.module not in (None, place["module"]):
+            fault = f"it belongs to module {place['module']!r}"
+        elif place["shape"] != list(pair.shape):
             fault = f"lora_B @ lora_A is {list(pair.shape)}, the layer {place['shape']}"
-        target = f"{place['module']}.{place['weight']}{sections}"
-        found.append(Mapped(pair.layer, pair.rank, pair.scale, target, place["dtype"], place["merge_mode"], fault))
+        there = place["module"], place["layer"], f"{place['weight']}{sections}", place["dtype"], place["merge_mode"]
+        found.append(Mapped(pair.layer, pair.rank, pair.scale, *there, fault))
     return found
 
 
@@ -106,23 +110,30 @@ def upload(engine: Transport, update: Update, gone: Callable[[int], None], begin
         begin: told how many bytes there are to send.
         gone: told how many have gone, again and again.
     """
-    file = save(dict(named_tensors(update.pairs)), {LAYER_SCALING: json.dumps(update.scaling())})
+    file = save(dict(named_tensors(update.pairs)), {LAYER_SCALING: json.dumps(_scaling(update.pairs))})
     begin(len(file))
     fields = {name: value for name, value in update.fields().items() if value is not None}
     return engine.update({"target_module": update.module, **fields}, Chunks(file, gone))
 
 
-def hand_over(engine: Transport, update: Update) -> Answer:
-    """Send it as handles of shared memory, to an engine on this machine."""
-    payload, buffers = pack({update.module: named_tensors(update.pairs)})
+def hand_over(engine: Transport, update: Update, known: Sequence[Mapped]) -> Answer:
+    """Send it as handles of shared memory, to an engine on this machine.
+
+    Args:
+        known: where its pairs land; those without a place are sent too, for the engine to refuse.
+    """
+    pairs: dict[str, list[Pair]] = {}
+    for pair, place in zip(update.pairs, known, strict=True):
+        pairs.setdefault(update.module or place.module or DEFAULT_MODULE, []).append(pair)
+    payload, buffers = pack({module: named_tensors(own) for module, own in pairs.items()})
     try:
         return engine.update(
             {
                 "serialized_named_tensors": [payload],
                 "load_format": FLATTENED_BUCKET,
-                "target_modules": [update.module],
+                "target_modules": list(pairs),
                 "weight_update_mode": LORA_MERGE,
-                "layer_scaling": {update.module: update.scaling()},
+                "layer_scaling": {module: _scaling(own) for module, own in pairs.items()},
                 **update.fields(),
             }
         )
@@ -133,12 +144,12 @@ def hand_over(engine: Transport, update: Update) -> Answer:
 
 
 def expectations(
-    update: Update, base: BaseWeights, known: Sequence[Mapped], precision: Precision
-) -> dict[str, Expectation]:
-    """What every layer must be once the update is live, by its name.
+    update: Update, base: Path, known: Sequence[Mapped], precision: Precision
+) -> dict[str, dict[str, Expectation]]:
+    """What every layer must be once the update is live, by module and by the sender's name of it.
 
     Args:
-        base: weights of the module, under the adapter's layer names.
+        base: of base weights, as in `BaseWeights`.
         known: where the pairs of the update land.
         precision: that the engine merges in.
 
@@ -149,24 +160,29 @@ def expectations(
         raise LoraMergeError(summarise(faults))
     if any(each.merge_mode != "merge" for each in known):
         raise LoraMergeError("the engine adds the adapter while it generates: there is no merged weight to verify")
-    expected = {}
+    weights = {module: BaseWeights(base, module) for module in {each.module for each in known}}
+    expected: dict[str, dict[str, Expectation]] = {}
     for pair, place in zip(update.pairs, known, strict=True):
-        weight, sides = base.of(pair.layer), LayerPair(pair.a, pair.b)
+        weight, sides = weights[place.module].of(place.name), LayerPair(pair.a, pair.b)
         if tuple(weight.flatten(1).shape) != pair.shape:
             raise LoraMergeError(
                 f"{pair.layer!r} is {list(weight.shape)} in the base weights, {list(pair.shape)} in the adapter"
             )
-        expected[pair.layer] = expected_merged(
-            weight, sides, pair.scale, getattr(torch, place.dtype), precision, seed=0
-        )
+        dtype = getattr(torch, place.dtype)
+        merged = expected_merged(weight, sides, pair.scale, dtype, precision, seed=0)
+        expected.setdefault(place.module, {})[pair.layer] = merged
     return expected
 
 
-def verify(engine: Transport, update: Update, expected: Mapping[str, Expectation]) -> str:
+def verify(engine: Transport, expected: Mapping[str, Mapping[str, Expectation]]) -> str:
     """The engine's sentence, once it has compared every layer with what it must be.
 
     Raises:
         LoraMergeError: something is not what it must be.
     """
-    message: str = engine.ask("/lora_merge/verify", {"modules": {update.module: expected}})["message"]
+    message: str = engine.ask("/lora_merge/verify", {"modules": expected})["message"]
     return message
+
+
+def _scaling(pairs: Sequence[Pair]) -> dict[str, float]:
+    return {pair.layer: pair.scale for pair in pairs}

@@ -56,7 +56,7 @@ def updates(known: Answer) -> Table:
 def mapping(found: Sequence[Mapped]) -> Table:
     made = table("layer", "rank>", "scale>", "where it lands")
     for each in found:
-        where = Text(each.fault, "red") if each.fault else each.target
+        where = Text(each.fault, "red") if each.fault else f"{each.module}: {each.target}"
         _add(made, each.layer, str(each.rank), f"{each.scale:g}", where)
     return made
 

@@ -34,9 +34,10 @@ def test_the_norm_is_that_of_the_whole_update():
 
 @pytest.mark.parametrize("layer", ["blocks.0.to_q", "lora_unet_blocks_0_to_q"])
 def test_with_base_weights_it_says_what_rounding_would_take(tmp_path, layer):
-    save_file({"blocks.0.to_q.weight": WEIGHT, "other": WEIGHT.clone()}, tmp_path / "model.safetensors")
+    (tmp_path / "transformer").mkdir()
+    save_file({"blocks.0.to_q.weight": WEIGHT, "other": WEIGHT.clone()}, tmp_path / "transformer" / "model.safetensors")
     each = pair(layer)
-    found = report([each], None, BaseWeights(tmp_path), torch.bfloat16)
+    found = report([each], None, BaseWeights(tmp_path, "transformer"), torch.bfloat16)
     base = WEIGHT.bfloat16().double()
     lost = (base + update(each)).bfloat16().double() - (base + update(each))
     expected = float(lost.norm() / update(each).norm())
@@ -56,15 +57,15 @@ def test_base_weights_that_do_not_fit_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"x.weight": WEIGHT.T.contiguous()}, file)
     with pytest.raises(LoraMergeError, match=r"'x' is \[6, 8\] in the base weights, \[8, 6\] in the adapter"):
-        report([pair("x")], None, BaseWeights(file), None)
+        report([pair("x")], None, BaseWeights(file, "transformer"), None)
     with pytest.raises(LoraMergeError, match=r"has no y[.]weight; base weights must have the adapter's layer names"):
-        report([pair("y")], None, BaseWeights(file), None)
+        report([pair("y")], None, BaseWeights(file, "transformer"), None)
 
 
 def test_a_path_without_base_weights_is_refused(tmp_path):
     with pytest.raises(LoraMergeError, match="has no safetensors file with base weights"):
-        BaseWeights(tmp_path)
+        BaseWeights(tmp_path, "transformer")
     for path in (tmp_path / "gone.safetensors", tmp_path / "text"):
         (tmp_path / "text").write_text("no")
         with pytest.raises(LoraMergeError, match="is not a safetensors file"):
-            BaseWeights(path)
+            BaseWeights(path, "transformer")

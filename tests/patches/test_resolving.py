@@ -10,7 +10,15 @@ from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.targets import LinearModule
 
 ROUTES = {"high.": "transformer", "low.": "transformer_2"}
-PLACE = {"module": "transformer", "weight": "to_q.weight", "sections": [0], "shape": [4, 6], "dtype": "float32"}
+PLACE = {
+    "module": "transformer",
+    "layer": "to_q",
+    "weight": "to_q.weight",
+    "sections": [0],
+    "shape": [4, 6],
+    "dtype": "float32",
+    "merge_mode": "merge",
+}
 
 
 def views(*modules):
@@ -20,8 +28,7 @@ def views(*modules):
 def test_a_prefix_leads_to_its_module_and_the_answer_keeps_the_senders_name():
     names = ["to_q", "base_model.model.high.to_q", "low.to_q"]
     found = resolve({"transformer": names}, ROUTES, views("transformer", "transformer_2"))["transformer"]
-    merged = PLACE | {"merge_mode": "merge"}
-    assert found == dict(zip(names, (merged, merged, merged | {"module": "transformer_2"}), strict=True))
+    assert found == dict(zip(names, (PLACE, PLACE, PLACE | {"module": "transformer_2"}), strict=True))
 
 
 def test_what_has_no_place_has_a_reason():
