@@ -289,7 +289,9 @@ def _show_answer(console: Console, answer: dict[str, Any]) -> None:
 
 def _show_report(console: Console, found: Report) -> None:
     console.print(show.report(found))
+    targets = ", ".join(f"{name} ({count})" for name, count in found.target_modules.items())
     console.print(f"\n{len(found.layers)} layers, {found.nbytes / 2**20:.1f} MiB of A and B")
+    console.print(f"target modules: {targets}", markup=False)
     if found.rounding_loss is not None:
         console.print(f"rounding would take {found.rounding_loss:.2%} of the update, by norm")
     if found.beyond:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,8 @@ from sgld_lora_merge.kohya import is_flattened
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span
+
+_BLOCK = re.compile(r"^.*?[._]\d+[._]")  # up to the first number in a layer's name
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Report:
     """An adapter.
 
     Attributes:
+        target_modules: what the layers are called below their block -> how many are called so.
         nbytes: of A and B.
         rounding_loss: of all layers together; None without base weights.
         beyond: layers that none of the family's target modules names.
@@ -50,6 +55,7 @@ class Report:
     """
 
     layers: tuple[Layer, ...]
+    target_modules: dict[str, int]
     nbytes: int
     rounding_loss: float | None
     beyond: tuple[str, ...] = ()
@@ -78,6 +84,7 @@ def report(
     known = {layer for matching in named.values() for layer in matching}
     return Report(
         tuple(layers),
+        dict(Counter(_BLOCK.sub("", pair.layer) for pair in pairs)),
         sum(pair.nbytes for pair in pairs),
         None if base is None else total.rounding_loss,
         tuple(pair.layer for pair in pairs if target_modules is not None and pair.layer not in known),

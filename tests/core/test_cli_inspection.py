@@ -49,6 +49,7 @@ def test_with_base_weights_it_says_what_rounding_would_take(tmp_path, layer):
 def test_layers_and_target_modules_that_do_not_meet_are_named():
     pairs = [pair("blocks.0.to_q"), pair("proj"), pair("lora_unet_blocks_0_ff_net_2")]
     found = report(pairs, ["to_q", "ff.net.2", "to_k", "roj"], None, None)
+    assert found.target_modules == {"to_q": 1, "proj": 1, "ff_net_2": 1}
     assert found.beyond == ("proj",)
     assert found.missing == ("to_k", "roj")
 
