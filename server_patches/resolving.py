@@ -16,8 +16,9 @@ def resolve(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Module -> layer prefix -> its place, or why it has none.
 
-    A place is the module, the layer's name there without a route's prefix, the name of the weight, its sections, the
-    shape that ``lora_B @ lora_A`` must have, the weight's dtype, and whether it is merged or gets a low-rank branch.
+    A place is the module, the layer's name there without a route's prefix, the name of the weight, which sections of it
+    (none for all of it), the shape that ``lora_B @ lora_A`` must have, the weight's dtype, and whether it is merged or
+    gets a low-rank branch.
 
     Args:
         layers: module -> layer prefixes in the sender's names, with the prefix of a route or without.
@@ -42,12 +43,14 @@ def _place(module: str, name: str, routes: Mapping[str, str], views: Mapping[str
     if landing is None:
         return {"fault": "unknown layer"}
     first = landing.targets[0]
+    weight = views[module].weight(first.weight)
+    whole = sum(target.rows.size for target in landing.targets) == weight.shape[0]
     return {
         "module": module,
         "layer": layer_name(name),
         "weight": first.weight,
-        "sections": [target.section for target in landing.targets],
+        "sections": [] if whole else [target.section for target in landing.targets],
         "shape": [landing.out_features, landing.in_features],
-        "dtype": str(views[module].weight(first.weight).dtype).removeprefix("torch."),
+        "dtype": str(weight.dtype).removeprefix("torch."),
         "merge_mode": "dynamic" if first.dynamic else "merge",
     }

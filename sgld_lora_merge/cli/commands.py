@@ -302,7 +302,8 @@ def _show_report(console: Console, found: Report) -> None:
 
 def _upload(engine: HttpTransport, update: pushing.Update, *, quiet: bool) -> dict[str, Any]:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("uploading", total=None)
         return pushing.upload(
             engine,

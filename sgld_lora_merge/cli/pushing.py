@@ -93,7 +93,7 @@ def mapping(engine: Transport, update: Update) -> list[Mapped]:
         if "fault" in place:
             found.append(Mapped(pair.layer, pair.rank, pair.scale, fault=place["fault"]))
             continue
-        sections = "" if place["sections"] == [0] else f"[{', '.join(map(str, place['sections']))}]"
+        sections = f"[{', '.join(map(str, place['sections']))}]" if place["sections"] else ""
         if update.module not in (None, place["module"]):
             fault = f"it belongs to module {place['module']!r}"
         elif place["shape"] != list(pair.shape):

@@ -114,7 +114,10 @@ class HttpTransport:
         if answer.status_code != 200 or not isinstance(content, dict) or content.get("success") is not True:
             said = content if isinstance(content, dict) else {}
             told = said.get("message") or answer.text[:500] or "nothing"
-            raise SyncError(f"{answer.url} answered {answer.status_code}: {told}", said.get("payload_opened", ()))
+            raise SyncError(
+                f"{answer.url.copy_with(query=None)} answered {answer.status_code}: {told}",
+                said.get("payload_opened", ()),
+            )
         return content
 
 

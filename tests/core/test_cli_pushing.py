@@ -46,7 +46,7 @@ def test_a_layer_of_another_module_than_the_one_asked_for_does_not_map():
     class Engine:
         def ask(self, _, fields):
             assert fields == {"modules": {"transformer": ["x"]}}
-            place = {"module": "transformer_2", "layer": "x", "weight": "x.weight", "sections": [0], "shape": [4, 6]}
+            place = {"module": "transformer_2", "layer": "x", "weight": "x.weight", "sections": [], "shape": [4, 6]}
             return {"modules": {"transformer": {"x": place | {"dtype": "bfloat16", "merge_mode": "merge"}}}}
 
     assert pushing.mapping(Engine(), update("transformer"))[0].fault == "it belongs to module 'transformer_2'"

@@ -14,7 +14,7 @@ PLACE = {
     "module": "transformer",
     "layer": "to_q",
     "weight": "to_q.weight",
-    "sections": [0],
+    "sections": [],
     "shape": [4, 6],
     "dtype": "float32",
     "merge_mode": "merge",

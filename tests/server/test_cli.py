@@ -123,6 +123,8 @@ def test_a_dry_run_shows_where_every_layer_would_land_and_changes_nothing(zimage
         "merge_mode": "merge",
         "fault": "",
     }
+    assert layers["layers.0.attention.to_q"]["target"] == "layers.0.attention.to_qkv.weight[0]"
+    assert layers["layers.0.attention.to_out.0"]["target"] == "layers.0.attention.to_out.0.weight"
     assert zimage.checksum() == before
     shown = run("push", folder, "--dry-run", as_json=False)
     assert "14 of 14 layers would land; nothing was sent" in shown
