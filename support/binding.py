@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -30,7 +30,7 @@ from torch import nn
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches.layers import EngineModule
 from sgld_lora_merge.families import Family, load_families
-from sgld_lora_merge.pairs import layer_name
+from sgld_lora_merge.pairs import Pair, layer_name
 from sgld_lora_merge.targets import CannotLand, Landing, Target
 from sgld_lora_merge.trainer.sync import DTYPES
 
@@ -185,9 +185,10 @@ def engine_model(family: Family, config: str, checkpoint: Mapping[str, Any]) -> 
 
 def bind(name: str, family: Family) -> Binding:
     """Build both models of a family, and let every pair land."""
-    published = PUBLISHED.get(name)
-    if (reason := obstacle(name, family)) or published is None:
-        return replace(Binding() if published is None else engine_half(family, published), unproved=reason)
+    if reason := obstacle(name, family):
+        found = engine_half(family, PUBLISHED[name]) if name in PUBLISHED else Binding()
+        return replace(found, unproved=reason)
+    published = PUBLISHED[name]
     trainer = trainer_model(family, published.sizes)
     checkpoint = {key: value for key, value in dict(trainer.base_model.model.config).items() if key[0] != "_"}
     return compare(trainer, engine_model(family, published.engine_config, checkpoint), DTYPES[family.forward_dtype])
@@ -233,9 +234,10 @@ def compare(trainer: nn.Module, engine: Any, dtype: torch.dtype) -> Binding:
     )
 
 
-def land(view: EngineModule, layers: Iterable[str]) -> tuple[dict[str, Landing], list[str]]:
-    """Where layers of the trainer land, and a sentence for each one that does not."""
-    landings, faults = {}, []
+def land(view: EngineModule, layers: Collection[str]) -> tuple[dict[str, Landing], list[str]]:
+    """Where layers of the trainer land, and a sentence for each one that does not, or that the engine objects to."""
+    side = torch.empty(1, 1)
+    landings, faults = {}, view.objections([Pair(layer, side, side, 1.0) for layer in layers])
     for layer in layers:
         try:
             landing = view.land(layer)
@@ -280,7 +282,7 @@ def _set_server_args() -> None:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args
 
     defaults = {each.name: each.default for each in fields(ServerArgs)}
-    set_global_server_args(SimpleNamespace(**defaults | {"kv_gather_degree": 1}))  # type: ignore[arg-type]
+    set_global_server_args(SimpleNamespace(**defaults | {"kv_gather_degree": 1}))
 
 
 def page(found: Mapping[str, Binding]) -> str:

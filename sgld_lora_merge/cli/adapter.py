@@ -58,7 +58,10 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
             message says all that is.
     """
     file, config = _find(path)
-    named, own = read_adapter(str(file))
+    try:
+        named, own = read_adapter(str(file))
+    except RequestError as error:
+        raise LoraMergeError(f"{file}: {error}") from error
     if config is None:
         config = _config_of(file)
     if all(name.startswith(COMPONENT) for name, _ in named):

@@ -103,9 +103,10 @@ def show_status(
     engine = connect(url)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
+            known = status(engine)
             if watch is not None and not as_json:
                 Console().clear()  # of a terminal; a log keeps all
-            _print(as_json, status(engine), _show_status)
+            _print(as_json, known, _show_status)
             if watch is None:
                 return
             time.sleep(watch)
