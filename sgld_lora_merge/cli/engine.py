@@ -29,7 +29,7 @@ def status(engine: HttpTransport) -> Answer:
     try:
         return engine.ask(STATUS_ROUTE)
     except SyncError as error:
-        if "answered 404" in str(error):
+        if error.answered == 404:
             raise LoraMergeError(
                 f"{engine.url} is an engine without sgld-lora-merge: run doctor where it runs"
             ) from error

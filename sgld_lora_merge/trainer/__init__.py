@@ -2,6 +2,7 @@
 
 from sgld_lora_merge.trainer.arguments import (
     add_lora_arguments,
+    engine_config,
     engine_environment,
     select_weight_sync,
     validate_lora_arguments,
@@ -32,6 +33,7 @@ __all__ = [
     "UploadTransport",
     "add_lora_arguments",
     "collect_lora_layer_groups",
+    "engine_config",
     "engine_environment",
     "select_weight_sync",
     "validate_lora_arguments",
