@@ -9,22 +9,23 @@ EXTRA := $(wildcard requirements/engine-cpu-$(SGLANG).txt)
 BIN := $(VENV)/bin
 ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 
-.PHONY: help install demo test test-engine test-matrix check clean
+.PHONY: help install demo test test-engine test-matrix check docs clean
 
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
 	@echo "make demo     start the real engine, push LoRA updates, verify them, draw the images"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
+	@echo "make docs     the site of docs/, in build/site; a warning is an error"
 	@echo "make test-matrix   what depends on sglang, on each of sglang $(ENGINES) (2.4 GB each)"
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt $(EXTRA) requirements/dev.txt pyproject.toml
+$(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt $(EXTRA) requirements/dev.txt requirements/docs.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements/torch-cpu.txt
-	$(BIN)/python -m pip install -q -r requirements/engine-cpu.txt $(EXTRA:%=-r %) -r requirements/dev.txt
+	$(BIN)/python -m pip install -q -r requirements/engine-cpu.txt $(EXTRA:%=-r %) -r requirements/dev.txt -r requirements/docs.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements/engine-cpu-nodeps.txt sglang==$(SGLANG)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
@@ -50,6 +51,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .venv-* build demo_output .coverage

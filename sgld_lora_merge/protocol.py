@@ -82,12 +82,14 @@ class UploadQuery(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    target_module: str | None = None
+    target_module: str | None = Field(None, description="The only module that the file is for.")
     lora_alpha: float | None = Field(None, description="Needed where the file has neither alphas nor layer_scaling.")
-    lora_rank: int | None = None
-    weight_version: str | None = None
-    update_id: str | None = None
-    adapter: str = DEFAULT_ADAPTER
+    lora_rank: int | None = Field(
+        None, description="Must be the rank of every pair without a scale of its own; null checks nothing."
+    )
+    weight_version: str | None = Field(None, description="Recorded when the update is live, reported by the status.")
+    update_id: str | None = Field(None, description="Names the update; the same upload again gets the same answer.")
+    adapter: str = Field(DEFAULT_ADAPTER, description="Which adapter of its modules this is.")
 
 
 class ResetRequest(BaseModel):
@@ -95,7 +97,7 @@ class ResetRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    target_modules: list[str] | None = None
+    target_modules: list[str] | None = Field(None, description="Only these modules; null means all.")
     adapter: str | None = Field(None, description="Take out this adapter only, and leave the others.")
 
 
@@ -125,7 +127,9 @@ class VerifyRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    modules: dict[str, dict[str, LayerExpectation]]
+    modules: dict[str, dict[str, LayerExpectation]] = Field(
+        description="module -> layer prefix -> what its weight should be, either sha256 or samples."
+    )
     weights: Literal["live", "base"] = Field(
         "live", description="live: what the engine generates with; base: W0, which its merges start from."
     )
@@ -136,7 +140,7 @@ class ResolveRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    modules: dict[str, list[str]]
+    modules: dict[str, list[str]] = Field(description="module -> layer prefixes.")
 
 
 class TransactionRequest(BaseModel):
@@ -144,15 +148,15 @@ class TransactionRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    update_id: str
+    update_id: str = Field(description="Of an update that is staged.")
 
 
 class ModuleAnswer(BaseModel):
     """What an update did to one module."""
 
-    layers: int
-    rounding_loss: float | None = None
-    merge_mode: MergeMode = "merge"
+    layers: int = Field(description="Layer prefixes, as the sender named them.")
+    rounding_loss: float | None = Field(None, description="As in the answer, of this module alone.")
+    merge_mode: MergeMode = Field("merge", description="As in the answer, of this module alone.")
 
 
 class UpdateAnswer(BaseModel):
@@ -163,27 +167,33 @@ class UpdateAnswer(BaseModel):
     """
 
     success: Literal[True] = True
-    message: str
-    weight_version: str | None
-    state: Literal["live", "staged"] = "live"
-    layers: int
-    skipped: list[str] = []
-    ignored_fields: list[str] = []
-    merge_mode: MergeMode | None = None
-    merge_precision: str | None = None
-    base_store: str | None = None
-    rounding_loss: float | None = None
-    modules: dict[str, ModuleAnswer] = {}
-    payload_opened: list[bool] = []
-    timings_ms: dict[str, float] = {}
+    message: str = Field(description="A sentence for people.")
+    weight_version: str | None = Field(description="What the engine serves now.")
+    state: Literal["live", "staged"] = Field("live", description="live: on every rank of every replica.")
+    layers: int = Field(description="Layer prefixes, as the sender named them.")
+    skipped: list[str] = Field([], description="Unknown layers that allow_partial left out.")
+    ignored_fields: list[str] = Field([], description="Fields of the request that the contract does not know.")
+    merge_mode: MergeMode | None = Field(
+        None, description="merge: in the weights; dynamic: the layers add the low-rank product; mixed: some of each."
+    )
+    merge_precision: str | None = Field(None, description="fp32 or fp16.")
+    base_store: str | None = Field(None, description="Where W0 is kept: device or host.")
+    rounding_loss: float | None = Field(
+        None, description="norm(W' - (W0 + sBA)) / norm(sBA): the share of the update that rounding took."
+    )
+    modules: dict[str, ModuleAnswer] = Field({}, description="What it did to each module.")
+    payload_opened: list[bool] = Field([], description="By rank: whether its payload was opened.")
+    timings_ms: dict[str, float] = Field({}, description="By stage, on the answering rank; the slowest replica's.")
 
 
 class ErrorAnswer(BaseModel):
     """Answer to anything else: nothing at all has changed."""
 
     success: Literal[False] = False
-    message: str
-    payload_opened: list[bool] = []
+    message: str = Field(description="All that was wrong, and what the engine serves now.")
+    payload_opened: list[bool] = Field(
+        [], description="By rank; an export that nobody opened is the sender's to release."
+    )
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
