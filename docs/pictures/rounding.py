@@ -1,6 +1,6 @@
 """The picture of docs/numerics.md: what rounding to the weight's dtype takes of an update, by the update's size.
 
-    python docs/pictures/rounding.py     # writes rounding.png beside it, and prints the numbers; half a minute on a CPU
+    python -m docs.pictures.rounding     # writes rounding.png beside it, and prints the numbers; half a minute on a CPU
 
 Every point is one merge by `sgld_lora_merge.kernels.reference`: W0 is normal with standard deviation 0.02, A as PEFT's
 gaussian initialisation makes it, B normal with the size on the axis, alpha / rank is 2.
