@@ -87,6 +87,7 @@ class UploadQuery(BaseModel):
     lora_rank: int | None = None
     weight_version: str | None = None
     update_id: str | None = None
+    commit: bool | None = Field(None, description="false: stay staged until POST /lora_merge/commit.")
     adapter: str = DEFAULT_ADAPTER
 
 
@@ -261,8 +262,15 @@ def check_upload(query: UploadQuery) -> None:
         faults.append("update_id is empty")
     if query.adapter == "":
         faults.append("adapter is empty")
+    faults.extend(_commit_faults(query))
     if faults:
         raise RequestError(*faults)
+
+
+def _commit_faults(request: UpdateRequest | UploadQuery) -> list[str]:
+    if request.commit is False and request.update_id is None:
+        return ["commit: false needs an update_id, by which it is committed later"]
+    return []
 
 
 def _scaling_faults(request: UpdateRequest | UploadQuery) -> list[str]:
@@ -287,9 +295,7 @@ def _transaction_faults(request: UpdateRequest) -> list[str]:
             faults.append(f"num_buckets is {request.num_buckets}; it is at least 1")
         elif not 0 <= request.bucket_index < request.num_buckets:
             faults.append(f"bucket_index {request.bucket_index} is outside 0 to {request.num_buckets - 1}")
-    if request.commit is False and request.update_id is None:
-        faults.append("commit: false needs an update_id, by which it is committed later")
-    return faults
+    return [*faults, *_commit_faults(request)]
 
 
 def _describe(problem: Any) -> str:

@@ -1,0 +1,18 @@
+"""Runs a command that the kernel kills when its parent ends: ``python with_parent.py PARENT COMMAND ...``.
+
+Run by its path, so that nothing is imported first. The parent is the thread that started this process.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+if __name__ == "__main__":
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        sys.exit("prctl(PR_SET_PDEATHSIG) failed; the engine could outlive the process that started it")
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this one has ended")
+    os.execvp(sys.argv[2], sys.argv[2:])
