@@ -22,7 +22,7 @@ from sgld_lora_merge.trainer.transport import SyncError
 PORTS = 16  # HTTP, the broker beside it, torch's rendezvous, then a scheduler for each replica
 STOP_S = 15
 PROBE_S = 0.2
-SHOWN_LINES = 15
+SHOWN_LINES, SHOWN_COLUMNS, LOOKED_AT = 15, 300, 2**16
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,20 @@ class EngineProcess:
         """End what there is of it, start it, and wait until it is healthy; seconds by stage.
 
         Raises:
-            SyncError: it ended, or was not healthy in time; with the last lines of its log.
+            SyncError: it ended, or was not healthy in time, and is ended now; with the last lines of its log.
         """
         begun = time.perf_counter()
         self.stop()
         stopped = time.perf_counter()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._ports = Ports(PORTS)
-        self._process = self._starter.submit(self._spawn, self._ports.first).result()
         self.port = self._ports.first
-        self._wait_healthy()
+        self._process = self._starter.submit(self._spawn, self.port).result()
+        try:
+            self._wait_healthy(self._process)
+        except SyncError:
+            self.stop()
+            raise
         return {"stop": stopped - begun, "start": time.perf_counter() - stopped}
 
     def fault(self) -> str | None:
@@ -104,8 +108,9 @@ class EngineProcess:
         """The end of its log."""
         try:
             with self.log.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * count))
-                return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOOKED_AT))
+                lines = log.read().decode(errors="replace").splitlines()[-count:]
+                return "\n".join(line[:SHOWN_COLUMNS] for line in lines)
         except OSError as error:
             return f"({error})"
 
@@ -139,24 +144,27 @@ class EngineProcess:
             "--num-gpus", str(max(1, len(self._gpus))),
         ]  # fmt: skip
         with self.log.open("ab") as log:
+            log.write(f"--- {self._name} is started on port {port}\n".encode())
+            log.flush()
             return subprocess.Popen(
                 command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        environment = {**os.environ, **self._spec.environment}
+        # Ray gives an actor as many threads as it has CPUs, which here are none of the engine's
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment = {**inherited, **self._spec.environment}
         if self._gpus:
             # in the order of nvidia-smi, by which their UUIDs were looked up
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return environment
 
-    def _wait_healthy(self) -> None:
-        assert self._process is not None
+    def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self._spec.start_timeout
         with httpx.Client(timeout=self._spec.patience, trust_env=False) as client:
             while time.monotonic() < deadline:
-                if (code := self._process.poll()) is not None:
+                if (code := process.poll()) is not None:
                     raise SyncError(f"{self._name} ended with code {code} before it was healthy. {self._told()}")
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(self._health).status_code == 200:

@@ -28,13 +28,15 @@ class SyncError(LoraMergeError):
 
     Attributes:
         payload_opened: by rank of the engine, where it said so.
+        answered: the HTTP status of the engine's answer; None where none came.
     """
 
     reason = "sync"
 
-    def __init__(self, message: str, payload_opened: Sequence[bool] = ()) -> None:
+    def __init__(self, message: str, payload_opened: Sequence[bool] = (), answered: int | None = None) -> None:
         super().__init__(message)
         self.payload_opened = list(payload_opened)
+        self.answered = answered
 
 
 class Transport(Protocol):
@@ -114,7 +116,8 @@ class HttpTransport:
         if answer.status_code != 200 or not isinstance(content, dict) or content.get("success") is not True:
             said = content if isinstance(content, dict) else {}
             told = said.get("message") or answer.text[:500] or "nothing"
-            raise SyncError(f"{answer.url} answered {answer.status_code}: {told}", said.get("payload_opened", ()))
+            opened = said.get("payload_opened", ())
+            raise SyncError(f"{answer.url} answered {answer.status_code}: {told}", opened, answer.status_code)
         return content
 
 

@@ -1,6 +1,7 @@
 """Runs a command that the kernel kills when its parent ends: ``python with_parent.py PARENT COMMAND ...``.
 
-Run by its path, so that nothing is imported first. The parent is the thread that started this process.
+Run by its path, so that nothing is imported first. The parent is the thread that started this process. What a worker of
+Ray starts is also given its usual priority back: Ray runs its workers at niceness 15.
 """
 
 import ctypes
@@ -15,4 +16,9 @@ if __name__ == "__main__":
         sys.exit("prctl(PR_SET_PDEATHSIG) failed; the engine could outlive the process that started it")
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this one has ended")
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        print(f"runs at niceness {niceness}; with RAY_worker_niceness=0 in Ray's environment it would not", flush=True)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,143 @@
+"""Engines on a local Ray, each one a small HTTP server that has a version: places, actors, the driver's end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.trainer import RayTransport, RolloutManager, SyncError, add_lora_arguments, validate_lora_arguments
+from tests.core.test_engine_process import is_there, wait_until_gone
+
+ENGINE = """
+import http.server, json, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"success": True, "modules": {}, "updates": []}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.do_GET()
+print(sys.argv, flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    add_lora_arguments(parser)
+    return validate_lora_arguments(parser.parse_args(["--use-lora", "--model-family", "zimage"]), parser)
+
+
+def manager(folder, count=2, **kwargs):
+    (folder / "engine.py").write_text(ENGINE)
+    given = {"gpus_per_engine": 0, "command": (sys.executable, str(folder / "engine.py")), "look_every": 0.2} | kwargs
+    return RolloutManager(arguments(), ["--model-path", "x"], engines=count, folder=folder, **given)
+
+
+def test_every_engine_has_what_the_trainers_flags_say_and_nothing_is_left_at_the_end(cluster, tmp_path):
+    with manager(tmp_path, merge_mode="merge") as engines:
+        pids = [engine.pid for engine in engines.engines]
+        assert all(map(is_there, pids))
+        log = Path(engines.engines[1].log).read_text()
+        assert "'--lora-merge-mode', 'merge'" in log
+        config = Path(engines.engines[1].log).with_name("config.json").read_text()
+        assert '"lora_target_modules": ["to_q", "to_k", "to_v"' in config
+        assert RayTransport(engines.engines[0].actor).ask("/lora_merge/status")["success"] is True
+    assert not any(map(is_there, pids))
+
+
+def test_an_actor_that_dies_takes_its_engine_along_and_both_are_replaced(cluster, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "sgld_lora_merge"), manager(tmp_path) as engines:
+        first = engines.engines[0]
+        pid = first.pid
+        ray.kill(first.actor)
+        assert wait_until_gone(pid)
+        engines.heal()
+        assert first.pid != pid
+        assert is_there(first.pid)
+    assert "engine 0 has lost its actor, and gets another one" in caplog.text
+
+
+def test_the_watch_restarts_an_engine_while_nobody_asks(cluster, tmp_path):
+    with manager(tmp_path) as engines:
+        pid = engines.engines[1].pid
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(200):
+            if engines.engines[1].pid != pid:
+                break
+            time.sleep(0.05)
+        assert is_there(engines.engines[1].pid)
+
+
+def test_engines_without_a_place_are_refused_with_what_there_is(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("sgld_lora_merge.trainer.rollout.PLACEMENT_S", 0.5)
+    with pytest.raises(LoraMergeError, match=r"no place for 2 engines of {'CPU': 1.0, 'GPU': 8.0}; Ray has .*'CPU': 2"):
+        manager(tmp_path, gpus_per_engine=8)
+
+
+def test_an_engine_that_does_not_start_ends_all_of_them_and_its_log_is_told(cluster, tmp_path):
+    with pytest.raises(SyncError, match=r"(?s)engine 0: engine-0 ended with code .*its log.*No such file or directory"):
+        manager(tmp_path, command=(sys.executable, str(tmp_path / "no such.py")))
+    with manager(tmp_path):
+        pass  # the place is free again
+
+
+def test_an_actor_of_somebody_elses_is_told_what_it_lacks_and_what_it_said():
+    @ray.remote
+    class Theirs:
+        def update_weights_from_tensor(self, **fields):
+            return {"success": fields["good"], "message": "half a pair", "payload_opened": [True]}
+
+        def upload(self, file, **fields):
+            raise ValueError("no disk")
+
+    transport = RayTransport(Theirs.options(num_cpus=0).remote(), timeout=60)
+    assert transport.update({"good": True})["success"] is True
+    with pytest.raises(SyncError, match="answered: half a pair") as refused:
+        transport.update({"good": False})
+    assert refused.value.payload_opened == [True]
+    with pytest.raises(SyncError, match="the actor failed: ValueError: no disk"):
+        transport.update({}, b"file")
+    with pytest.raises(SyncError, match=r"the actor cannot do this: .*ask"):
+        transport.ask("/lora_merge/status")
+
+
+def test_no_engine_outlives_a_driver_that_is_killed(tmp_path):
+    driver = textwrap.dedent(f"""
+        import sys, time, ray
+        from pathlib import Path
+        from tests.core.test_ray_engines import manager
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        engines = manager(Path({str(tmp_path)!r}))
+        print(*[engine.pid for engine in engines.engines], flush=True)
+        time.sleep(1000)
+    """)
+    with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                          cwd=Path(__file__).parents[2]) as started:  # fmt: skip
+        pids = [int(pid) for pid in started.stdout.readline().split()]
+        assert all(map(is_there, pids))
+        started.kill()
+    assert len(pids) == 2
+    assert all(map(wait_until_gone, pids))

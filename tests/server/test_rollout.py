@@ -1,0 +1,217 @@
+"""Real engines on a local Ray: one version on all of them, and engines that die."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+from safetensors.torch import save
+
+from sgld_lora_merge.trainer import RayTransport, RolloutManager, SyncError, select_weight_sync
+from support import lora, server
+from tests.server.test_trainer_sync import arguments, peft_model, sent, stepped
+
+pytestmark = pytest.mark.timeout(900)
+
+LOG = "sgld_lora_merge.trainer"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Engines:
+    """A manager's engines, their checkpoint, and what their weights must be."""
+
+    def __init__(self, manager, checkpoint):
+        self.manager, self.checkpoint = manager, checkpoint
+        self.targets = lora.layers(lora.base_weights(checkpoint), lora.ZIMAGE_SUFFIXES)
+
+    def adapter(self, seed):
+        return lora.random_adapter(self.targets, seed=seed)
+
+    def push(self, version, attempt=0):
+        """An update whose adapter is drawn by its version."""
+        fields = {"update_id": f"{version}, attempt {attempt}", "weight_version": str(version), "lora_alpha": 6}
+        return self.manager.update(fields, save(dict(lora.named(self.adapter(version)))))
+
+    def versions(self):
+        return [
+            httpx.get(f"{engine.url}/lora_merge/status").json()["modules"]["transformer"]["weight_version"]
+            for engine in self.manager.engines
+        ]
+
+    def checksums(self):
+        body = {"module_names": ["transformer"]}
+        return {httpx.post(f"{engine.url}/get_weights_checksum", json=body).json()["transformer"]
+                for engine in self.manager.engines}  # fmt: skip
+
+    def hold(self, adapter, scale=1.5):
+        """Every engine's own checker agrees, and their checksums are equal."""
+        merged = lora.merged(self.targets, adapter, scale, lora.merge_fp16)
+        expected = lora.checksums(lora.engine_zimage(merged))
+        body = {"target_module": "transformer", "expected_named_tensors_sha256": expected}
+        for engine in self.manager.engines:
+            answer = httpx.post(f"{engine.url}/update_weights_from_tensor_checker", json=body)
+            assert answer.status_code == 200, (engine.name, answer.text)
+        assert len(self.checksums()) == 1
+
+    def wait_until_healthy(self, caplog, count):
+        """The log has said so many times that an engine is healthy."""
+        deadline = time.monotonic() + 400
+        while caplog.text.count(" is healthy, ") < count:
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.1)
+
+
+@contextmanager
+def engines_on_ray(checkpoint, folder, count, **kwargs):
+    names = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
+    environment = {name: value for name, value in server.environment().items() if name in names}
+    idle = () if server.before_0_5_23() else ("--sleep-on-idle",)
+    with RolloutManager(
+        arguments("--lora-upload-weight-sync"),
+        ["--model-path", str(checkpoint), "--model-id", "Z-Image", "--backend", "sglang", "--warmup-mode", "off",
+         *idle],
+        engines=count, folder=folder, gpus_per_engine=0, merge_mode="auto", environment=environment, look_every=1,
+        command=(sys.executable, str(server.LAUNCHER)), start_timeout=400, **kwargs,
+    ) as manager:  # fmt: skip
+        yield Engines(manager, checkpoint)
+
+
+class Router:
+    def __init__(self):
+        self.urls = []
+
+    def add(self, url):
+        self.urls.append(url)
+
+    def remove(self, url):
+        self.urls.remove(url)
+
+
+@pytest.fixture(scope="module")
+def router():
+    return Router()
+
+
+@pytest.fixture(scope="module")
+def two(cluster, zimage_checkpoint, tmp_path_factory, router):
+    with engines_on_ray(zimage_checkpoint, tmp_path_factory.mktemp("two"), 2, router=router, policy="pause") as engines:
+        yield engines
+
+
+def test_a_strategy_takes_the_manager_for_its_engine_and_every_engine_is_verified(two):
+    model = peft_model(two)
+    args = arguments("--lora-upload-weight-sync")
+    sync = select_weight_sync(args)(args, model, two.manager, verify=True)
+    assert sync.update_weights().version == 1
+    stepped(model)
+    assert sync.update_weights().answer["weight_version"] == "2"
+    two.hold(sent(model.state_dict()))
+    assert all("is started on port" in Path(engine.log).read_text() for engine in two.manager.engines)
+
+
+def test_updates_go_through_an_actor_and_other_weights_are_noticed_and_brought_back(two, caplog):
+    """RayTransport to one engine, behind the manager's back."""
+    two.push(10)
+    transport = RayTransport(two.manager.engines[1].actor)
+    model = peft_model(two)
+    args = arguments("--lora-ipc-weight-sync", "--colocate")
+    with caplog.at_level(logging.INFO, LOG):
+        report = select_weight_sync(args)(args, model, transport, verify=True).update_weights()
+        assert report.answer["weight_version"] == "1"
+        two.wait_until_healthy(caplog, 1)
+    assert "engine 1: it serves transformer at '1', the last live version is transformer at '10'" in caplog.text
+    two.hold(two.adapter(10))
+    with pytest.raises(SyncError, match=r"400: .*needs an update_id"):
+        transport.update({"serialized_named_tensors": [], "weight_update_mode": "lora_merge", "commit": False})
+
+
+def test_what_an_engine_refuses_no_engine_has(two):
+    two.push(20)
+    adapter = two.adapter(21)
+    adapter["layers.9.attention.to_q"] = tuple(side.clone() for side in adapter["layers.0.attention.to_q"])
+    fields = {"update_id": "unknown layer", "weight_version": "21", "lora_alpha": 6}
+    with pytest.raises(SyncError, match=r"engine 0, engine 1 did not take .*unknown layers? layers.9.attention.to_q"):
+        two.manager.update(fields, save(dict(lora.named(adapter))))
+    assert two.versions() == ["20", "20"]
+    two.hold(two.adapter(20))
+
+
+def test_an_engine_that_is_killed_is_back_on_the_live_version_before_the_router_has_it(two, router, caplog):
+    """It is the next update that finds out, or the look before it; either way the update waits and is not lost."""
+    two.push(30)
+    killed = two.manager.engines[0]
+    old = killed.url
+    assert sorted(router.urls) == sorted(engine.url for engine in two.manager.engines)
+    with caplog.at_level(logging.INFO, LOG):
+        os.kill(killed.pid, signal.SIGKILL)
+        two.push(31)
+    assert two.versions() == ["31", "31"]
+    two.hold(two.adapter(31))
+    assert re.search(r"engine 0 is healthy, transformer at '30': stop .* s, start .* s, adapter .* s", caplog.text)
+    assert old != killed.url
+    assert sorted(router.urls) == sorted(engine.url for engine in two.manager.engines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_updates_while_an_engine_is_killed_every_ten(cluster, zimage_checkpoint, tmp_path, caplog, capsys):
+    """At a random moment of a random update of each ten; the trainer sends again what has failed."""
+    chance = random.Random(7)
+    kills = []
+
+    def kill(engine):
+        kills.append((engine.name, time.time()))
+        os.kill(engine.pid, signal.SIGKILL)
+
+    with engines_on_ray(zimage_checkpoint, tmp_path, 3) as three, caplog.at_level(logging.INFO, LOG):
+        caplog.clear()
+        failed = []
+        for version in range(1, 51):
+            if version % 10 == 1:
+                doomed = version + chance.randrange(10)
+            timer = threading.Timer(chance.uniform(0, 0.4), kill, [chance.choice(three.manager.engines)])
+            if version == doomed:
+                timer.start()
+            for attempt in range(4):
+                try:
+                    three.push(version, attempt)
+                    break
+                except SyncError as error:
+                    failed.append((version, str(error).partition(". ")[0]))
+            if version == doomed:
+                timer.join()
+            assert three.manager.versions == {"transformer": str(version)}
+        three.manager.heal()
+        assert three.versions() == ["50"] * 3
+        three.hold(three.adapter(50))
+    assert len(kills) == 5
+    story = [record for record in caplog.records if "is healthy, " in record.getMessage()]
+    assert len(story) == 5
+    with capsys.disabled():
+        print()
+        for (name, when), healthy in zip(kills, story, strict=True):
+            noticed = next(record for record in caplog.records
+                           if record.created > when and record.getMessage().endswith("; it is started"))  # fmt: skip
+            assert noticed.getMessage().startswith(name)
+            assert healthy.getMessage().startswith(name)
+            print(f"{name} killed; noticed {noticed.created - when:.2f} s; {healthy.getMessage()}; "
+                  f"in all {healthy.created - when:.2f} s")  # fmt: skip
+        for version, told in failed:
+            print(f"update {version} failed and was sent again: {told}")
