@@ -58,7 +58,7 @@ class LastLive:
 
     def keep(self, fields: Mapping[str, Any], file: bytes, modules: Collection[str]) -> None:
         """This is live now on every engine; what it replaces is forgotten."""
-        new = Upload(dict(fields), file, frozenset(modules))
+        new = Upload({name: value for name, value in fields.items() if name != "commit"}, file, frozenset(modules))
         adapter = _place(fields)[0]
         kept = [each for each in self._uploads if _place(each.fields)[0] != adapter or not each.modules <= new.modules]
         self._uploads = [*kept, new]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.trainer.last_live import LastLive, told
@@ -73,8 +73,7 @@ class OneVersion:
     def __init__(
         self, engines: Sequence[Engine], last: LastLive, router: Router | None = None, policy: Policy = "immediate"
     ) -> None:
-        if policy != "immediate" and router is None:
-            raise LoraMergeError(f"policy {policy!r} needs a router, which holds generations back")
+        check_policy(policy, router)
         self._engines, self._last, self._router, self._policy = list(engines), last, router, policy
         self._suspects: dict[str, str] = {}  # engine -> why it is not trusted although it answers
         self._served: set[str] = set()  # URLs that the router has
@@ -94,7 +93,9 @@ class OneVersion:
             SyncError: an engine was left behind, and which. The others serve what they did before.
         """
         if file is None:
-            raise SyncError("handles are for the engine on their GPU; what goes to several engines is a file (upload)")
+            raise SyncError(
+                "handles go to the engine on their GPU (by_handles); what goes to several engines is a file"
+            )
         with self._lock:
             self._last.check(fields, file)
             self.heal()
@@ -113,6 +114,34 @@ class OneVersion:
             answer = next(iter(live.values()))
             self._last.keep(fields, file, answer["modules"])
             return answer
+
+    @contextmanager
+    def by_handles(self) -> Iterator[Callable[[Mapping[str, Any], bytes], None]]:
+        """An update by handles, from trainer ranks to the engines on their GPUs, while nobody else changes engines.
+
+        The engines are well on entry. What is yielded is called once all of them are live, with the fields and the file
+        of an upload of the same adapter, which an engine that comes back is given. Without that call the version before
+        stays the live one, and engines that are found on another one are brought back to it.
+
+        Raises:
+            SyncError: an engine could not be brought back on entry, and which; or an engine is not on the version that
+                is said to be live.
+        """
+        with self._lock:
+            self.heal()
+            with self._held_back(self._policy != "immediate"):
+                yield self._is_live
+
+    def _is_live(self, fields: Mapping[str, Any], file: bytes) -> None:
+        self._last.check(fields, file)
+        version = fields["weight_version"]
+        statuses, faults = self._everywhere(lambda engine: engine.probe.ask(STATUS_ROUTE))
+        for name, status in statuses.items():
+            if not (modules := [m for m, each in status["modules"].items() if each["weight_version"] == version]):
+                faults[name] = SyncError(f"it has no module at {version!r}", answered=200)
+        if faults:
+            raise self._left_behind(faults, "did not take")
+        self._last.keep(fields, file, modules)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
         """Status or verify, of every engine; the first one's answer.
@@ -232,6 +261,17 @@ class OneVersion:
             f"{', '.join(faults)} {what} the update, so that no engine has it: all others serve "
             f"{told(self._last.versions)} as before. {_each(faults)}"
         )
+
+
+def check_policy(policy: str, router: Router | None) -> None:
+    """
+    Raises:
+        LoraMergeError: there is no such policy, or it needs a router.
+    """
+    if policy not in get_args(Policy):
+        raise LoraMergeError(f"policy {policy!r} is none of {', '.join(get_args(Policy))}")
+    if policy != "immediate" and router is None:
+        raise LoraMergeError(f"policy {policy!r} needs a router, which holds generations back")
 
 
 def _each(faults: Mapping[str, SyncError]) -> str:

@@ -17,7 +17,7 @@ from sgld_lora_merge.trainer.arguments import engine_environment
 from sgld_lora_merge.trainer.engine_process import EngineSpec
 from sgld_lora_merge.trainer.gpus import check_apart
 from sgld_lora_merge.trainer.last_live import LastLive
-from sgld_lora_merge.trainer.one_version import OneVersion, Policy, Router
+from sgld_lora_merge.trainer.one_version import OneVersion, Policy, Router, check_policy
 from sgld_lora_merge.trainer.ray_engine import ANSWER_S, RayEngine
 
 PLACEMENT_S = 120
@@ -49,8 +49,8 @@ class RolloutManager(OneVersion):
         **spec: further fields of `EngineSpec`.
 
     Raises:
-        LoraMergeError: there is no place for the engines, they share a GPU, or one did not become healthy. All are
-            ended then.
+        LoraMergeError: the policy cannot be; there is no place for the engines, they share a GPU, or one did not become
+            healthy. All are ended then.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class RolloutManager(OneVersion):
         timeout: float = 600.0,
         **spec: Any,
     ) -> None:
+        check_policy(policy, router)
         started = EngineSpec(
             arguments=[*arguments, *(() if merge_mode is None else ("--lora-merge-mode", merge_mode))],
             folder=folder,

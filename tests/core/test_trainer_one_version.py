@@ -222,7 +222,7 @@ def test_what_could_not_be_kept_is_refused_before_anything_is_sent():
 def test_handles_and_routes_that_change_something_are_not_for_several_engines():
     engines, together = many(2)
     together.heal()
-    with pytest.raises(SyncError, match="handles are for the engine on their GPU"):
+    with pytest.raises(SyncError, match="handles go to the engine on their GPU"):
         together.update({"update_id": "id", "weight_version": "1"})
     with pytest.raises(SyncError, match="/lora_merge/reset is not asked of several"):
         together.ask("/lora_merge/reset", {})
@@ -230,6 +230,30 @@ def test_handles_and_routes_that_change_something_are_not_for_several_engines():
     with pytest.raises(SyncError, match="e1: 1 of 14"):
         together.ask("/lora_merge/verify", {"modules": {}})
     assert together.ask(STATUS_ROUTE)["modules"]
+
+
+def test_an_update_by_handles_is_live_once_its_file_is_kept():
+    engines, together = many()
+    push(together, "1", b"old")
+    new = {"update_id": "by handles", "weight_version": "2"}
+
+    def handed(*those):
+        for engine in those:
+            engine.live = {MODULE: ("2", b"by handle")}
+
+    with together.by_handles() as keep:
+        handed(*engines[:2])
+        with pytest.raises(SyncError, match=r"^e2 did not take .*at '1' as before"):
+            keep(new, b"new")
+    together.heal()
+    assert [engine.live for engine in engines] == [{MODULE: ("1", b"old")}] * 3
+
+    with together.by_handles() as keep:
+        handed(*engines)
+        keep(new, b"new")
+    engines[1].ill = "gone"
+    together.heal()
+    assert [engine.live[MODULE] for engine in engines] == [("2", b"by handle"), ("2", b"new"), ("2", b"by handle")]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +279,8 @@ def test_the_policy_says_when_the_router_holds_generations_back(policy, order):
     assert router.urls == [engines[0].url]
 
 
-def test_a_policy_that_needs_a_router_says_so():
+def test_a_policy_that_is_none_or_needs_a_router_says_so():
+    with pytest.raises(LoraMergeError, match="'later' is none of immediate, pause, wait"):
+        many(policy="later")
     with pytest.raises(LoraMergeError, match="'wait' needs a router"):
         many(policy="wait")

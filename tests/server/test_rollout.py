@@ -29,7 +29,9 @@ LOG = "sgld_lora_merge.trainer"
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_worker_niceness", "0")  # other tests share the machine
+        ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -140,6 +142,25 @@ def test_updates_go_through_an_actor_and_other_weights_are_noticed_and_brought_b
     two.hold(two.adapter(10))
     with pytest.raises(SyncError, match=r"400: .*needs an update_id"):
         transport.update({"serialized_named_tensors": [], "weight_update_mode": "lora_merge", "commit": False})
+
+
+def test_updates_by_handles_are_kept_as_a_file(two):
+    """Each engine by its own strategy, as from ranks of its own."""
+    two.push(11)
+    model = peft_model(two)
+    args = arguments("--lora-ipc-weight-sync", "--colocate")
+    named = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    with two.manager.by_handles() as keep:
+        for engine in two.manager.engines:
+            select_weight_sync(args)(args, model, RayTransport(engine.actor), verify=True).update_weights()
+        keep({"update_id": "kept", "weight_version": "1", "lora_alpha": 6}, save(named))
+    assert two.manager.versions == {"transformer": "1"}
+    two.hold(sent(model.state_dict()))
+    url = two.manager.engines[0].url
+    assert httpx.post(f"{url}/lora_merge/reset", json={}).status_code == 200
+    two.manager.heal()
+    assert two.versions() == ["1", "1"]
+    two.hold(sent(model.state_dict()))
 
 
 def test_what_an_engine_refuses_no_engine_has(two):
