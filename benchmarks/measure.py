@@ -75,4 +75,5 @@ def launches_of(jobs: list[MergeJob], scratch: kernel.Scratch) -> Callable[[], N
         entry = scratch.entries[job]
         assert entry is not None
         groups.setdefault(entry.variant, []).append((position, entry))
-    return lambda: kernel.launch(groups, scratch)
+    parts = [kernel.Part(variant, members) for variant, members in groups.items()]
+    return lambda: kernel.launch(parts, scratch, [None] * len(parts))

@@ -5,7 +5,9 @@
 Weights and pairs are random, and bfloat16 unless said otherwise; the layers are those of inventories.json. The floor is
 the time that a device copy of as many bytes takes as there are in every W0 read and W' written, measured in the same
 run. The kernel's times include its statistics. `merge()` is the whole call: table, launches, and the wait for the
-statistics.
+statistics. "Extra" is the device memory that a plan and its merge take beside weights, W0 and pairs, at their peak.
+
+Once more with W0 in pinned host memory, against the time that one copy of as many bytes takes over the link.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +24,7 @@ import triton
 
 from benchmarks.inventories import PATH
 from benchmarks.measure import copy_bandwidth, floor_of, graph_of, jobs_of, launches_of, milliseconds
+from sgld_lora_merge.base_store import host_copies
 from sgld_lora_merge.kernels import MergeJob
 from sgld_lora_merge.kernels import triton as kernel
 from sgld_lora_merge.precision import Precision
@@ -37,6 +41,7 @@ CASES = (
     ("Wan2.2-A14B", 64, B16, 1),
 )
 SGLANG_CHUNK = 32 * 2**20  # bytes of rows in one of its addmm_
+FROM_HOST = ("SD3.5-medium", "Z-Image")
 SGLANG_SAMPLE = 24  # one layer in so many is timed, and the time scaled by parameters: it is slow
 
 
@@ -82,13 +87,15 @@ def measured(jobs: list[MergeJob], bandwidth: float, pause: float, *, others: bo
     """Milliseconds of everything, for jobs of one model."""
     row = {"floor": floor_of(jobs, bandwidth)}
     for precision in Precision:
-        plan = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        before, plan = torch.cuda.memory_allocated(), time.perf_counter()
         scratch = kernel.scratch_for(jobs, precision)
         assert scratch is not None
         torch.cuda.synchronize()
         row[f"{precision.value} plan"] = (time.perf_counter() - plan) * 1e3
         stats = kernel.merge(jobs, precision, scratch)
         assert all(found.non_finite == 0 and 0 < found.rounding_loss < 1 for found in stats)
+        row[f"{precision.value} extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         row[precision.value] = milliseconds(graph_of(launches_of(jobs, scratch)), pause=pause)
         row[f"{precision.value} merge()"] = seconds(lambda: kernel.merge(jobs, precision, scratch)) * 1e3  # noqa: B023
     if others:
@@ -97,10 +104,38 @@ def measured(jobs: list[MergeJob], bandwidth: float, pause: float, *, others: bo
     return row
 
 
+def from_host(jobs: list[MergeJob]) -> dict[str, float]:
+    """Milliseconds of `merge()` with W0 in pinned host memory, and of one copy of as many bytes from there."""
+    bases = host_copies({("", index): job.base for index, job in enumerate(jobs)}, jobs[0].out.device)
+    hosted = [replace(job, base=base) for job, base in zip(jobs, bases.values(), strict=True)]
+    source = torch.empty(2**31, dtype=torch.uint8, pin_memory=True)
+    landing = torch.empty_like(source, device="cuda")
+    nbytes = sum(job.base.nbytes for job in jobs)
+    row = {"GB": nbytes / 1e9}
+    row["link"] = milliseconds(lambda: landing.copy_(source, non_blocking=True)) * nbytes / source.nbytes
+    for precision in Precision:
+        scratch = kernel.scratch_for(hosted, precision)
+        row[precision.value] = seconds(lambda: kernel.merge(hosted, precision, scratch)) * 1e3  # noqa: B023
+    return row
+
+
+def host_table(results: list[dict]) -> str:
+    """Markdown: W0 on the host, as shares of the link."""
+    lines = ["| model | W0 | link | merge() fp32 | merge() fp16 | of the link, fp32 | fp16 |", "|---" * 7 + "|"]
+    for result in results:
+        if (times := result.get("host")) is not None:
+            link = times["link"]
+            cells = [result["model"], f"{times['GB']:.2f} GB", f"{link:.1f} ms, {times['GB'] / link * 1e3:.1f} GB/s"]
+            cells += [f"{times[mode]:.1f} ms" for mode in ("fp32", "fp16")]
+            cells += [f"{link / times[mode]:.3f}" for mode in ("fp32", "fp16")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def table(results: list[dict]) -> str:
     """Markdown: each case's floor in milliseconds, then multiples of it, and the host's times."""
     head = ("model", "layers", "parameters", "rank", "pairs", "floor", "fp32", "fp16", "cuBLAS", "sglang's steps")
-    head += ("merge() fp32", "merge() fp16", "plan a layer", "merge() a layer beyond the device")
+    head += ("merge() fp32", "merge() fp16", "plan a layer", "merge() a layer beyond the device", "extra")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for result in results:
         times, layers = result["milliseconds"], result["layers"]
@@ -114,6 +149,7 @@ def table(results: list[dict]) -> str:
         cells += [ratio("sglang's steps"), f"{times['fp32 merge()']:.2f} ms", f"{times['fp16 merge()']:.2f} ms"]
         cells += [f"{times['fp32 plan'] / layers * 1e3:.1f} us"]
         cells += [f"{(times['fp32 merge()'] - times['fp32']) / layers * 1e3:.1f} us"]
+        cells += [f"{max(times['fp32 extra MiB'], times['fp16 extra MiB']):.1f} MiB"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -144,7 +180,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each run, as between updates")
     arguments = parser.parse_args()
     shapes = json.loads(PATH.read_text())
-    bandwidth = copy_bandwidth(arguments.pause)
+    bandwidth = max(copy_bandwidth(), copy_bandwidth(arguments.pause))
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     heading = f"{versions}, copy {bandwidth / 1e12:.3f} TB/s, {arguments.pause} s of rest before each run"
     print(heading, flush=True)
@@ -155,12 +191,15 @@ def main() -> None:
         result = {"model": model, "rank": rank, "pair": str(pair).removeprefix("torch."), "terms": terms}
         result |= {"layers": len(jobs), "parameters": sum(job.out.numel() for job in jobs)}
         result["milliseconds"] = measured(jobs, bandwidth, arguments.pause, others=others)
+        if model in FROM_HOST:
+            result["host"] = from_host(jobs)
+            print(host_table([result]).splitlines()[-1], flush=True)
         results.append(result)
         print(table([result]).splitlines()[-1], flush=True)
         del jobs
         torch.cuda.empty_cache()
     (arguments.out / "merge.json").write_text(json.dumps({"on": heading, "results": results}, indent=1) + "\n")
-    (arguments.out / "merge.md").write_text(f"{heading}\n\n{table(results)}\n")
+    (arguments.out / "merge.md").write_text(f"{heading}\n\n{table(results)}\n\n{host_table(results)}\n")
     draw(results, arguments.out / "merge.png")
 
 

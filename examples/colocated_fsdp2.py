@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -34,6 +35,8 @@ from sgld_lora_merge.trainer import (
 from support import checkpoints, server
 
 RANKS = 2
+Shard = Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]  # PEFT's model and the transformer in it
+Gather = Callable[[torch.Tensor], torch.Tensor]
 FLAGS = [
     "--use-lora", "--colocate", "--lora-ipc-weight-sync", "--model-family", "zimage", "--lora-rank", "4",
     "--lora-alpha", "6",
@@ -54,8 +57,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def sharded_model(args: argparse.Namespace) -> torch.nn.Module:
-    """The diffusers transformer with LoRA of the family's target modules, each block sharded by itself."""
+def fsdp2(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
+    """Each block sharded by itself, and what is left."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in base.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(base, mesh=mesh)
+    return model
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_model(args: argparse.Namespace, shard: Shard) -> torch.nn.Module:
+    """The diffusers transformer with LoRA of the family's target modules, sharded."""
     torch.manual_seed(1)
     base = diffusers.ZImageTransformer2DModel.from_pretrained(
         args.checkpoint / args.update_weight_target_module, torch_dtype=torch.bfloat16
@@ -65,12 +81,7 @@ def sharded_model(args: argparse.Namespace) -> torch.nn.Module:
         r=args.lora_rank, lora_alpha=args.lora_alpha, init_lora_weights=args.lora_init_weights,
         target_modules=rf"layers\..*\.({suffixes})",
     )  # fmt: skip
-    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for block in base.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(base, mesh=mesh)
-    return model
+    return shard(peft.get_peft_model(base, config, autocast_adapter_dtype=False), base)
 
 
 def step(model: torch.nn.Module) -> float:
@@ -85,20 +96,20 @@ def step(model: torch.nn.Module) -> float:
     return float(loss.detach())
 
 
-def train(rank: int, args: argparse.Namespace, port: int) -> None:
+def train(rank: int, args: argparse.Namespace, port: int, shard: Shard, gather: Gather | None) -> None:
     """What every rank runs."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("sgld_lora_merge").setLevel(logging.INFO)
     diffusers.utils.logging.set_verbosity_error()  # the checkpoint's config has two fields for sglang alone
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    model = sharded_model(args)
+    model = sharded_model(args, shard)
     sync = select_weight_sync(args)(
-        args, model, [HttpTransport(args.engine)], gpus_per_engine=args.gpus_per_engine, verify=True
+        args, model, [HttpTransport(args.engine)], gpus_per_engine=args.gpus_per_engine, verify=True, gather=gather
     )
     loss = step(model)
     report = sync.update_weights()
-    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-             for name, tensor in model.state_dict().items() if "lora_" in name}  # fmt: skip
+    make_whole = gather or full_tensor
+    whole = {name: make_whole(tensor) for name, tensor in model.state_dict().items() if "lora_" in name}
     if rank == 0:
         if args.save:
             save_file(whole, args.save)
@@ -107,7 +118,7 @@ def train(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def launch(args: argparse.Namespace) -> None:
+def launch(args: argparse.Namespace, shard: Shard, gather: Gather | None) -> None:
     """Both ranks, until they have ended.
 
     Not by torch's spawn: it waits for the end of a pipe that torch's manager of shared memory holds open, and that one
@@ -115,7 +126,7 @@ def launch(args: argparse.Namespace) -> None:
     """
     port = server.free_ports(1)[0]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=train, args=(rank, args, port)) for rank in range(RANKS)]
+    ranks = [context.Process(target=train, args=(rank, args, port, shard, gather)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -124,10 +135,10 @@ def launch(args: argparse.Namespace) -> None:
         raise SystemExit(f"ranks {failed} failed")
 
 
-def main() -> None:
+def main(shard: Shard = fsdp2, gather: Gather | None = None) -> None:
     args = arguments()
     if args.engine:
-        launch(args)
+        launch(args, shard, gather)
         return
     with tempfile.TemporaryDirectory() as folder:
         args.checkpoint = checkpoints.zimage(Path(folder) / "zimage")
@@ -136,7 +147,7 @@ def main() -> None:
         env = engine_environment(args)
         with server.running(args.checkpoint, "Z-Image", Path(folder), arguments=shape, env=env) as engine:
             args.engine = str(engine.client.base_url)
-            launch(args)
+            launch(args, shard, gather)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class HostWeights:
         self._module = module
         self._weight = weight
         largest = max((weight(name).nbytes for name in names), default=0)
+        self.device = device
         self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def blank(self, name: str) -> torch.Tensor:

@@ -80,8 +80,10 @@ class Phases:
     def commit(self, plan: Plan, clock: Clock) -> dict[str, MergeStats]:
         """Write on every rank; on failure of any, undo on every rank and raise."""
         try:
-            with clock.stage("merge"), self._weights_change(plan):
-                stats = self._engine.commit(plan)
+            with clock.stage("merge"):
+                with self._weights_change(plan):
+                    finish = self._engine.begin(plan)
+                stats = finish()  # a GPU merges while caches are dropped
             faults = tuple(
                 f"{module}: {each.non_finite} elements of the merged weight are not finite in its dtype"
                 for module, each in stats.items()

@@ -33,14 +33,16 @@ def snapshot(
     modules = {}
     for name in sorted(states):
         state = engine.state(name)
+        adapters = {each: _shape(all_pairs({each: own})) for each, own in state.live.items()}
         modules[name] = {
             "state": states[name],
             "weight_version": state.weight_version,
-            **_shape(state.pairs),
-            "adapters": {each: _shape(all_pairs({each: own})) for each, own in state.live.items()},
+            **(next(iter(adapters.values())) if len(adapters) == 1 else _shape(state.pairs)),
+            "adapters": adapters,
             "merge_precision": str(engine.precision),
-            "base_store": state.store.kind if state.store.nbytes else None,
+            "base_store": state.store.kind,
             "base_store_bytes": state.store.nbytes,
+            "base_store_reason": state.store.reason,
             "rounding_loss": state.rounding_loss,
             "timings_ms": timings.get(name, {}),
         }

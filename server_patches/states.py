@@ -21,6 +21,7 @@ from server_patches.derived import forget_derived
 from server_patches.layers import EngineModule
 from server_patches.offload import is_layerwise, unpark
 from server_patches.warmup import compile_in_background
+from sgld_lora_merge.base_store import StorePolicy
 from sgld_lora_merge.engine import MERGEABLE_DTYPES, MergeEngine, Plan
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.precision import Precision
@@ -35,13 +36,14 @@ class EngineStates:
         gpu_worker: sglang's worker; its pipeline holds the modules.
         replica_size: ranks of the replica.
         precision: of every merge.
+        policy: where base weights are kept.
     """
 
-    def __init__(self, gpu_worker: Any, replica_size: int, precision: Precision) -> None:
+    def __init__(self, gpu_worker: Any, replica_size: int, precision: Precision, policy: StorePolicy) -> None:
         self.gpu_worker = gpu_worker
         self._replica_size = replica_size
         self._views: dict[str, tuple[nn.Module, EngineModule]] = {}
-        self.engine = MergeEngine(self.views, precision)
+        self.engine = MergeEngine(self.views, precision, policy)
         self._suspended: set[str] = set()
 
     # modules

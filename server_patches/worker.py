@@ -32,6 +32,7 @@ from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from server_patches.warnings import Warnings
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
+from sgld_lora_merge.base_store import StorePolicy, policy_from_environment
 from sgld_lora_merge.engine import ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
 from sgld_lora_merge.families import Family, load_families, route_layers
@@ -63,6 +64,7 @@ class MergeWorker:
         gpu_worker: sglang's worker; its pipeline holds the modules.
         replica: the ranks that serve one request together.
         precision: of every merge.
+        policy: where base weights are kept.
         timeout_s: how long a rank waits for the others.
         max_staged_bytes: of one update's buckets, on this rank.
         families: whose routes say to which module a tensor with a prefix belongs.
@@ -73,12 +75,13 @@ class MergeWorker:
         gpu_worker: Any,
         replica: Any,
         precision: Precision,
+        policy: StorePolicy,
         timeout_s: float,
         max_staged_bytes: int,
         families: Mapping[str, Family],
     ) -> None:
         self.gpu_worker = gpu_worker
-        self.states = EngineStates(gpu_worker, replica.world_size, precision)
+        self.states = EngineStates(gpu_worker, replica.world_size, precision, policy)
         self.engine = self.states.engine
         self._replica = replica
         self._phases = Phases(self.engine, self.states.weights_change, replica, timeout_s)
@@ -419,6 +422,7 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
         gpu_worker,
         get_replica_group(),
         precision_from_environment(),
+        policy_from_environment(),
         positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
         int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
         load_families(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -27,7 +28,26 @@ class Placed:
 Adapter = Mapping[Key, Placed]
 Adapters = Mapping[str, Adapter]  # by name; a target's merged weight is W0 plus what each of them has there
 
-_Copies = list[tuple[torch.Tensor, torch.Tensor]]  # destination, source
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """What the engine keeps of one side of a layer's pair.
+
+    Attributes:
+        slot: memory of the engine's own.
+        side: "a" or "b".
+        dim, span: the part of the side that is kept; None keeps all of it.
+    """
+
+    slot: torch.Tensor
+    layer: str
+    side: Literal["a", "b"]
+    dim: int = 0
+    span: Span | None = None
+
+    def source(self, pair: Pair) -> torch.Tensor:
+        tensor = pair.a if self.side == "a" else pair.b
+        return tensor if self.span is None else tensor.detach().narrow(self.dim, self.span.start, self.span.size)
 
 
 def all_placed(adapters: Adapters) -> list[Placed]:
@@ -40,12 +60,15 @@ def all_pairs(adapters: Adapters) -> list[Pair]:
 
 def terms_at(adapters: Adapters, target: Target) -> tuple[Term, ...]:
     """What the adapters have at a target; in the order of their names, whatever the order they came in."""
-    placed = [adapter[target.key] for _, adapter in sorted(adapters.items()) if target.key in adapter]
+    key = target.key
+    placed = [adapters[name][key] for name in sorted(adapters) if key in adapters[name]]
     return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
 
 
-def owned(adapter: Adapter, place: Callable[[Target], torch.device], precision: Precision) -> Adapter:
-    """The adapter in the engine's own memory, each pair beside the weight that it is merged into.
+def owned(
+    adapter: Adapter, place: Callable[[Target], torch.device], precision: Precision
+) -> tuple[Adapter, list[Copy]]:
+    """The adapter in the engine's own memory, each pair beside the weight that it is merged into, and what was copied.
 
     What is there already stays the same object. FP16 mode keeps pairs whole: its product is that of the whole layer, as
     a trainer computes it.
@@ -59,67 +82,74 @@ def owned(adapter: Adapter, place: Callable[[Target], torch.device], precision: 
         if not placed.pair.owned or placed.pair.a.device != device:
             groups.setdefault((id(placed.pair), placed.target.a_cols, device), []).append(placed)
     if not groups:
-        return adapter
-    copies: _Copies = []
+        return adapter, []
+    copies: list[Copy] = []
+    sources: list[torch.Tensor] = []
     result = dict(adapter)
     for (_, _, device), group in groups.items():
         pair, targets = group[0].pair, [placed.target for placed in group]
         if pair.owned or precision is Precision.FP16:
-            own = _whole(pair, device, copies)
+            own, made = _whole(pair, device)
         else:
-            own, targets = _part(pair, targets, device, copies)
+            own, made, targets = _part(pair, targets, device)
+        copies += made
+        sources += (copy.source(pair) for copy in made)
         result |= {target.key: Placed(own, target) for target in targets}
-    _run(copies)
-    return result
+    _run(copies, sources)
+    return result, copies
+
+
+def refill(copies: Sequence[Copy], pairs: Mapping[str, Pair]) -> None:
+    """The values of other pairs, by layer, in memory that `owned` made for pairs of the same shapes."""
+    _run(copies, [copy.source(pairs[copy.layer]) for copy in copies])
 
 
 def on_host(adapters: Adapters) -> Adapters:
     """The adapters with their pairs in host memory; what is there already stays the same object."""
     cpu = torch.device("cpu")
-    return {name: owned(adapter, lambda _: cpu, Precision.FP16) for name, adapter in adapters.items()}
+    return {name: owned(adapter, lambda _: cpu, Precision.FP16)[0] for name, adapter in adapters.items()}
 
 
 def own_copy(pair: Pair) -> Pair:
     """The pair in memory of the engine's own, on the host."""
-    copies: _Copies = []
-    own = _whole(pair, torch.device("cpu"), copies)
-    _run(copies)
+    own, copies = _whole(pair, torch.device("cpu"))
+    _run(copies, [copy.source(pair) for copy in copies])
     return own
 
 
-def _whole(pair: Pair, device: torch.device, copies: _Copies) -> Pair:
-    rows, columns = Span(0, pair.b.shape[0]), Span(0, pair.a.shape[1])
-    a, b = _slots(pair.a, [columns], 1, device, copies), _slots(pair.b, [rows], 0, device, copies)
-    return replace(pair, a=a, b=b, owned=True)
+def _whole(pair: Pair, device: torch.device) -> tuple[Pair, list[Copy]]:
+    a, b = (torch.empty(each.shape, dtype=each.dtype, device=device) for each in (pair.a, pair.b))
+    return Pair(pair.layer, a, b, pair.scale, True, pair.kernel), [Copy(a, pair.layer, "a"), Copy(b, pair.layer, "b")]
 
 
-def _part(pair: Pair, targets: Sequence[Target], device: torch.device, copies: _Copies) -> tuple[Pair, list[Target]]:
+def _part(pair: Pair, targets: Sequence[Target], device: torch.device) -> tuple[Pair, list[Copy], list[Target]]:
     """What targets of the same columns take of a pair, and the targets upon that."""
     columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
-    a, b = _slots(pair.a, columns, 1, device, copies), _slots(pair.b, rows, 0, device, copies)
+    if columns == (Span(0, pair.a.shape[1]),) and rows == [Span(0, pair.b.shape[0])]:
+        return *_whole(pair, device), list(targets)
+    (a, of_a), (b, of_b) = _slots(pair, "a", columns, 1, device), _slots(pair, "b", rows, 0, device)
     moved, start = [], 0
     for target in targets:
         own_rows = Span(0, sum(span.size for span in target.b_rows)).shifted(start)
         moved.append(replace(target, b_rows=(own_rows,), a_cols=(Span(0, a.shape[1]),)))
         start = own_rows.stop
-    return replace(pair, a=a, b=b, owned=True), moved
+    return replace(pair, a=a, b=b, owned=True), of_a + of_b, moved
 
 
 def _slots(
-    tensor: torch.Tensor, spans: Sequence[Span], dim: int, device: torch.device, copies: _Copies
-) -> torch.Tensor:
-    """Memory for those spans of one dimension, one after the other; what is to be copied there is added."""
+    pair: Pair, side: Literal["a", "b"], spans: Sequence[Span], dim: int, device: torch.device
+) -> tuple[torch.Tensor, list[Copy]]:
+    """Memory for those spans of one dimension, one after the other, and what is to be copied there."""
+    tensor = pair.a if side == "a" else pair.b
     sizes = [span.size for span in spans]
     shape = [sum(sizes) if d == dim else size for d, size in enumerate(tensor.shape)]
     memory = torch.empty(shape, dtype=tensor.dtype, device=device)
-    for span, slot in zip(spans, memory.split(sizes, dim), strict=True):
-        copies.append((slot, tensor.detach().narrow(dim, span.start, span.size)))
-    return memory
+    slots = zip(memory.split(sizes, dim), spans, strict=True)
+    return memory, [Copy(slot, pair.layer, side, dim, span) for slot, span in slots]
 
 
-def _run(copies: _Copies) -> None:
+def _run(copies: Sequence[Copy], sources: list[torch.Tensor]) -> None:
     """All copies together: on a GPU a thousand of them take a few launches."""
-    destinations, sources = zip(*copies, strict=True) if copies else ((), ())
     if copies:
         with torch.no_grad():
-            torch._foreach_copy_(destinations, sources)
+            torch._foreach_copy_([copy.slot for copy in copies], sources)

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
+from sgld_lora_merge.errors import LoraMergeError
+
+logger = logging.getLogger(__name__)
+
+STORE_VARIABLE = "SGLD_LORA_BASE_STORE"
+RESERVE_VARIABLE = "SGLD_LORA_BASE_RESERVE_MB"
+RESERVE_SHARE = 0.1  # of the device's memory, where no reserve is named
+
 Key = tuple[str, int]
+Kind = Literal["device", "host"]
+Choice = Literal["auto", "device", "host"]
+GIB = 2**30
 
 
 class BaseStore:
-    """W0 of one module, kept beside the live weights on their own device.
+    """W0 of one module: beside the live weights on their device, or in pinned host memory.
 
     A snapshot is taken when a section first becomes a target, while the live weight still is its base; after that the
     merged weight is always computed from the snapshot.
+
+    Attributes:
+        reason: why it is where it is; None for an empty store.
     """
 
     def __init__(self) -> None:
         self._base: dict[Key, torch.Tensor] = {}
+        self.reason: str | None = None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._base
@@ -30,19 +51,124 @@ class BaseStore:
         return sum(base.nbytes for base in self._base.values())
 
     @property
-    def kind(self) -> str:
-        """What the answer and the status call the store: ``device`` or ``host``."""
+    def kind(self) -> Kind | None:
+        """What the answer and the status call the store: ``device`` or ``host``; None for an empty one."""
+        if not self._base:
+            return None
         return "device" if any(base.is_cuda for base in self._base.values()) else "host"
 
-    def adopt(self, snapshots: Mapping[Key, torch.Tensor]) -> None:
-        """Keep snapshots that `snapshot` made; the store owns them from now on."""
+    def adopt(self, snapshots: Mapping[Key, torch.Tensor], reason: str | None = None) -> None:
+        """Keep copies that `device_copy` or `host_copies` made; the store owns them from now on."""
         self._base.update(snapshots)
+        if snapshots and reason is not None:
+            self.reason = reason
 
     def drop(self) -> None:
         """Forget every base weight: something else has changed the live weights for good."""
         self._base.clear()
+        self.reason = None
 
 
-def snapshot(rows: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of live rows that still hold the base weight."""
+@dataclass(frozen=True)
+class Memory:
+    """A device's memory, in bytes.
+
+    Attributes:
+        total: of the device.
+        free: what this process could still take, its allocator's cache included, and no other process holds.
+        peak: how much more than now was once allocated, by a generation as a rule.
+    """
+
+    total: int
+    free: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class StorePolicy:
+    """Where new snapshots go.
+
+    Attributes:
+        choice: ``device``, ``host``, or ``auto``: on the device while ``reserve_bytes`` stay free there, and what the
+            process once needed more than now besides.
+        reserve_bytes: None for a tenth of the device's memory.
+    """
+
+    choice: Choice = "auto"
+    reserve_bytes: int | None = None
+
+    def decide(self, nbytes: int, memory: Memory) -> tuple[Kind, str]:
+        """Where ``nbytes`` of W0 go, and a sentence that says why."""
+        if self.choice != "auto":
+            return self.choice, f"{STORE_VARIABLE}={self.choice}"
+        reserve = int(memory.total * RESERVE_SHARE) if self.reserve_bytes is None else self.reserve_bytes
+        needed = nbytes + reserve + memory.peak
+        kind: Kind = "device" if memory.free >= needed else "host"
+        why = (
+            f"auto: {memory.free / GIB:.1f} GiB are free on the device, {nbytes / GIB:.1f} GiB are for base weights, "
+            f"{reserve / GIB:.1f} GiB stay in reserve and {memory.peak / GIB:.1f} GiB for a generation"
+        )
+        return kind, why
+
+
+def policy_from_environment(environ: Mapping[str, str] = os.environ) -> StorePolicy:
+    """The policy that the variables select; an unset or empty one is the default.
+
+    Raises:
+        LoraMergeError: a value means nothing; the message names the variable and the value.
+    """
+    name, reserve = environ.get(STORE_VARIABLE) or "auto", environ.get(RESERVE_VARIABLE) or None
+    choice: Choice | None = next((known for known in get_args(Choice) if known == name), None)
+    if choice is None:
+        raise LoraMergeError(f"{STORE_VARIABLE}={name!r} is not one of {', '.join(get_args(Choice))}")
+    if reserve is not None and not reserve.isdecimal():
+        raise LoraMergeError(f"{RESERVE_VARIABLE}={reserve!r} is not a number of MiB")
+    return StorePolicy(choice, None if reserve is None else int(reserve) * 2**20)
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The memory of a GPU as it is now."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    return Memory(total, free + cached, torch.cuda.max_memory_allocated(device) - allocated)
+
+
+def device_copy(rows: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of live rows that still hold the base weight, on their own device."""
     return rows.detach().clone(memory_format=torch.contiguous_format)
+
+
+def host_copies(rows: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
+    """Contiguous copies of live rows in host memory that the device can copy from at the speed of its link."""
+    offsets, total = {}, 0
+    for key, part in rows.items():
+        offsets[key], total = total, total + -(-part.nbytes // 256) * 256
+    memory = _pinned(total, device)
+    copies = {}
+    for key, part in rows.items():
+        place = memory[offsets[key] : offsets[key] + part.nbytes].view(part.dtype).view(part.shape)
+        copies[key] = place.copy_(part.detach(), non_blocking=True)
+    torch.cuda.synchronize(device)
+    return copies
+
+
+def _pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Pinned bytes, as many as were asked for: torch's own allocator rounds up to a power of two.
+
+    They are unpinned before they are unmapped, when the last tensor that uses them is gone.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    with torch.cuda.device(device):
+        failure = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if failure:
+        logger.warning("%.1f GiB of host memory cannot be pinned (CUDA error %d): slow merges", nbytes / GIB, failure)
+    else:
+        weakref.finalize(region, runtime.cudaHostUnregister, address).atexit = False
+    return memory

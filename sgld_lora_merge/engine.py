@@ -11,6 +11,7 @@ the one before it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -25,20 +27,24 @@ from sgld_lora_merge import kernels, kohya
 from sgld_lora_merge.adapters import (
     DEFAULT_ADAPTER,
     Adapters,
+    Copy,
     Placed,
     all_pairs,
     all_placed,
     on_host,
     owned,
+    refill,
     terms_at,
 )
-from sgld_lora_merge.base_store import BaseStore, Key, snapshot
+from sgld_lora_merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+
+logger = logging.getLogger(__name__)
 
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +72,21 @@ class ModuleUpdate:
 
 
 Weights = Callable[[str], torch.Tensor]
+
+
+class _Once(dict[str, torch.Tensor]):
+    """Weights by name, each looked up once: a plan needs them again and again."""
+
+    def __init__(self, weight: Weights) -> None:
+        self._weight = weight
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        weight = self[name] = self._weight(name)
+        return weight
+
+
 TargetJob = tuple[Target, MergeJob]
+Outline = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +96,14 @@ class ModulePlan:
     Attributes:
         before, after: the module's adapters.
         written: targets whose weight, or whose branch, changes.
-        snapshots: W0 of those that are merged into for the first time.
+        snapshots: W0 of those that are merged into for the first time. store_reason: why they are where they are.
         branches_before, branches_after: of those that are dynamic.
         offloaded: how weights are written that cannot be in place.
         jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
+        scratch: for both, by device.
+        outline: of the update, where another one of the same outline may use this plan's memory once it is free.
+        copies: how that memory is filled.
+        addresses: of the weights that the plan was made for.
     """
 
     module: str
@@ -87,11 +111,16 @@ class ModulePlan:
     after: Adapters
     written: tuple[Target, ...]
     snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    store_reason: str | None = None
     branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
     branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
     offloaded: Offloaded | None = None
     jobs_before: Sequence[TargetJob] = ()
     jobs_after: Sequence[TargetJob] = ()
+    scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
+    outline: Outline | None = None
+    copies: Sequence[Copy] = ()
+    addresses: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -112,7 +141,6 @@ class Plan:
     """A checked update with all its memory; commit it once."""
 
     modules: tuple[ModulePlan, ...]
-    scratch: Mapping[torch.device, kernels.Scratch | None]
 
     @property
     def layers(self) -> int:
@@ -125,7 +153,11 @@ class Plan:
 
 @dataclass(eq=False)
 class ModuleState:
-    """What is live in one module, and what was before it (the pairs, not the weights)."""
+    """What is live in one module, and what was before it (the pairs, not the weights).
+
+    Attributes:
+        plans: of the last whole updates, the live one last; the first of three is free memory for the next update.
+    """
 
     live: Adapters = field(default_factory=dict)
     previous: Adapters | None = None
@@ -133,6 +165,7 @@ class ModuleState:
     weight_version: str | None = None
     previous_version: str | None = None
     rounding_loss: float | None = None
+    plans: tuple[ModulePlan, ...] = ()
 
     @property
     def pairs(self) -> list[Pair]:
@@ -146,11 +179,18 @@ class MergeEngine:
     Args:
         modules: module name -> its view; called for every plan, since an engine may replace its modules.
         precision: of every merge.
+        policy: where base weights are kept.
     """
 
-    def __init__(self, modules: Callable[[], Mapping[str, ModuleView]], precision: Precision) -> None:
+    def __init__(
+        self,
+        modules: Callable[[], Mapping[str, ModuleView]],
+        precision: Precision,
+        policy: StorePolicy = StorePolicy(),  # noqa: B008  # immutable
+    ) -> None:
         self._modules = modules
         self.precision = precision
+        self.policy = policy
         self.states: dict[str, ModuleState] = {}
 
     def state(self, module: str) -> ModuleState:
@@ -165,7 +205,7 @@ class MergeEngine:
         Raises:
             RequestError: with every fault of every module.
         """
-        return self._allocate(self.check(updates))
+        return self._refilled(updates) or self._allocate(self.check(updates))
 
     def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
         """Resolve and check only, for an update that is not complete yet.
@@ -174,6 +214,7 @@ class MergeEngine:
             RequestError: with every fault of every module.
         """
         views = self._modules()
+        weights = {name: _Once(view.weight) for name, view in views.items()}
         plans: list[ModulePlan] = []
         named = Counter(update.module for update in updates)
         faults = [f"module {module!r} is named {count} times" for module, count in named.items() if count > 1]
@@ -185,10 +226,10 @@ class MergeEngine:
                 )
                 continue
             try:
-                plans.append(self._plan_module(update, view))
+                plans.append(self._plan_module(update, view, weights[update.module]))
             except RequestError as error:
                 faults.extend(f"{update.module}: {fault}" for fault in error.faults)
-        faults.extend(self._tied(plans, views))
+        faults.extend(self._tied(plans, weights))
         if faults:
             raise RequestError(*faults)
         return plans
@@ -226,7 +267,7 @@ class MergeEngine:
             raise ConflictError("there is nothing to roll back: one step is kept, and none has been made since")
         return self._allocate([_exchange(name, state.live, state.previous or {}) for name, state in steps])
 
-    def _plan_module(self, update: ModuleUpdate, view: ModuleView) -> ModulePlan:
+    def _plan_module(self, update: ModuleUpdate, view: ModuleView, weights: _Once) -> ModulePlan:
         faults = list(update.faults)
         skipped: list[str] = []
         placed: dict[Key, Placed] = {}
@@ -239,7 +280,7 @@ class MergeEngine:
             if landing is None:
                 skipped.append(pair.layer)
                 continue
-            faults.extend(_misfits(pair, landing, view))
+            faults.extend(_misfits(pair, landing, weights))
             for target in landing.targets:
                 if (other := placed.get(target.key)) is not None:
                     faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
@@ -259,11 +300,12 @@ class MergeEngine:
             before=before,
             after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
+            outline=_outline(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
         )
 
-    def _tied(self, plans: Sequence[ModulePlan], views: Mapping[str, ModuleView]) -> list[str]:
+    def _tied(self, plans: Sequence[ModulePlan], weights: Mapping[str, _Once]) -> list[str]:
         """Faults for targets that share memory with another one, in this update or live (tied weights).
 
         The second one's W0 would be a weight into which the first one is merged.
@@ -276,61 +318,114 @@ class MergeEngine:
         held |= {(plan.module, placed.target.key): placed for plan in plans for placed in all_placed(plan.after)}
         extents = []
         for (module, _), placed in held.items():
-            if module not in views or placed.target.dynamic:
+            target = placed.target
+            if module not in weights or target.dynamic or not target.rows.size:
                 continue
-            rows = _rows(views[module], placed.target)
-            if rows.numel():
-                # strided rows may interleave with others without touching them: their first element stands for them
-                nbytes = rows.nbytes if rows.is_contiguous() else rows.element_size()
-                name = f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
-                extents.append((str(rows.device), rows.data_ptr(), rows.data_ptr() + nbytes, name))
-        extents.sort()
+            weight = weights[module][target.weight]
+            step, itemsize = weight.stride(0), weight.element_size()
+            start = weight.data_ptr() + target.rows.start * step * itemsize
+            # strided rows may interleave with others without touching them: their first element stands for them
+            nbytes = target.rows.size * step * itemsize if weight.is_contiguous() else itemsize
+            extents.append((str(weight.device), start, start + nbytes, module, placed))
+        extents.sort(key=lambda extent: extent[:3])
         return [
-            f"{one} and {two} share the same memory: tied weights cannot hold two updates"
-            for (device, _, stop, one), (other_device, start, _, two) in pairwise(extents)
-            if device == other_device and start < stop
+            f"{_told(one)} and {_told(two)} share the same memory: tied weights cannot hold two updates"
+            for one, two in pairwise(extents)
+            if one[0] == two[0] and two[1] < one[2]
         ]
 
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
         """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
-        prepared = tuple(self._prepared(plan) for plan in plans)
-        jobs = _by_device([job for plan in prepared for job in self._all_jobs(plan)])
-        return Plan(prepared, {device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()})
+        return Plan(tuple(self._with_scratch(self._prepared(plan)) for plan in plans))
+
+    def _with_scratch(self, plan: ModulePlan) -> ModulePlan:
+        jobs = _by_device(self._all_jobs(plan))
+        return replace(
+            plan, scratch={device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()}
+        )
+
+    def _refilled(self, updates: Sequence[ModuleUpdate]) -> Plan | None:
+        """A plan in the memory of an older one: of the steps of a run, all but the first few differ in values only.
+
+        What was checked for the outline and for the weights' addresses holds again. None where anything else differs.
+        """
+        views = self._modules()
+        spares = [self._spare(update, views.get(update.module)) for update in updates]
+        if len({update.module for update in updates}) < len(updates) or None in spares:
+            return None
+        plans = []
+        for update, spare in zip(updates, spares, strict=True):
+            assert spare is not None
+            state = self.states[update.module]
+            refill(spare.copies, {pair.layer: pair for pair in update.pairs})
+            plans.append(replace(spare, before=state.live, jobs_before=state.plans[-1].jobs_after))
+            state.plans = state.plans[1:]  # a second plan must not get the same memory
+        return Plan(tuple(plans)) if plans else None
+
+    def _spare(self, update: ModuleUpdate, view: ModuleView | None) -> ModulePlan | None:
+        """The plan whose memory an update may take."""
+        plans = self.state(update.module).plans
+        if view is None or len(plans) < 3 or update.faults or not update.whole:
+            return None
+        spare, live = plans[0], plans[-1]
+        if spare.outline != _outline(update) or live.outline != spare.outline or live.addresses != spare.addresses:
+            return None
+        same = all(view.weight(name).data_ptr() == address for name, address in spare.addresses.items())
+        return spare if same and view.offloaded(spare.addresses.keys()) is None else None
 
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
         """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
-        place = partial(_place, view)
-        after = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
-        new = [target for target in plan.merged if target.key not in store]
+        weights = _Once(view.weight)
+        place = partial(_place, weights)
+        kept = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
+        after = {name: adapter for name, (adapter, _) in kept.items()}
         branches = _branches(view, plan, after)
+        offloaded = view.offloaded({target.weight for target in plan.merged})
+        new = {t.key: _part(weights[t.weight], t) for t in plan.merged if t.key not in store}
+        snapshots, store_reason = self._snapshots(new, store, None if offloaded is None else offloaded.device)
         plan = replace(
             plan,
             after=after,
-            snapshots={target.key: snapshot(_rows(view, target)) for target in new},
+            snapshots=snapshots,
+            store_reason=store_reason,
             branches_before={key: branch for key, (branch, _) in branches.items()},
             branches_after={key: branch for key, (_, branch) in branches.items()},
-            offloaded=view.offloaded({target.weight for target in plan.merged}),
+            offloaded=offloaded,
         )
         if plan.offloaded is not None:
             return plan
-        base = partial(self._base, plan)
-        return replace(
-            plan,
-            jobs_before=_jobs(plan.before, plan.merged, view.weight, base),
-            jobs_after=_jobs(plan.after, plan.merged, view.weight, base),
-        )
+        places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
+        plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
+        copies = [copy for _, made in kept.values() for copy in made]
+        if not _may_be_refilled(plan, copies):
+            return replace(plan, outline=None)
+        return replace(plan, copies=copies, addresses={name: weight.data_ptr() for name, weight in weights.items()})
+
+    def _snapshots(
+        self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
+    ) -> tuple[dict[Key, torch.Tensor], str | None]:
+        """W0 of new targets where the policy wants it, and why; of an offloaded module it is always on the host."""
+        devices = {part.device for part in rows.values() if part.is_cuda}
+        if offloaded_from is not None and offloaded_from.type == "cuda":
+            return host_copies(rows, offloaded_from), "the module's weights are on the host"
+        if not devices:
+            return {key: device_copy(part) for key, part in rows.items()}, None
+        device = devices.pop()
+        kind, reason = self.policy.decide(sum(part.nbytes for part in rows.values()), memory_of(device))
+        logger.info("base weights go to the %s: %s", store.kind or kind, reason)
+        if (store.kind or kind) == "host":
+            return host_copies(rows, device), reason
+        return {key: device_copy(part) for key, part in rows.items()}, reason
 
     def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
-        """The jobs of both ways; of offloaded weights only their outlines, whose bases are not read."""
+        """The jobs of both ways that need memory; of offloaded weights outlines, whose content is not read."""
         if plan.offloaded is None:
-            return [job for _, job in (*plan.jobs_before, *plan.jobs_after)]
-        blank = plan.offloaded.blank
-        return [
-            job
-            for adapters in (plan.before, plan.after)
-            for _, job in _jobs(adapters, plan.merged, blank, lambda target: _part(blank(target.weight), target))
-        ]
+            after = {target.key: job for target, job in plan.jobs_after}
+            before = ((job, after.get(target.key)) for target, job in plan.jobs_before)
+            return [*after.values(), *(job for job, then in before if then is None or not kernels.alike(job, then))]
+        places = _places(plan.merged, plan.offloaded.blank, partial(self._base, plan))
+        return [job for adapters in (plan.before, plan.after) for _, job in _jobs(adapters, places)]
 
     # commit
 
@@ -339,12 +434,17 @@ class MergeEngine:
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
-        return {part.module: self._write(part, plan.scratch, after=True) for part in plan.modules}
+        return self.begin(plan)()
+
+    def begin(self, plan: Plan) -> Callable[[], dict[str, MergeStats]]:
+        """As `commit`; what it gives returns the statistics, and on a GPU waits until all is written."""
+        begun = {part.module: self._write(part, after=True) for part in plan.modules}
+        return lambda: {module: finish() for module, finish in begun.items()}
 
     def revert(self, plan: Plan) -> None:
         """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
-        for part in plan.modules:
-            self._write(part, plan.scratch, after=False)
+        for finish in [self._write(part, after=False) for part in plan.modules]:
+            finish()
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
         """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
@@ -354,7 +454,8 @@ class MergeEngine:
             state.previous = state.previous_version = None  # one step back is kept, and this is the step
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
-            state.store.adopt(module.snapshots)
+            state.store.adopt(module.snapshots, module.store_reason)
+            state.plans = _chain(state, module)
             state.previous, state.previous_version = module.before, state.weight_version
             state.live, state.weight_version = module.after, weight_version
             state.rounding_loss = (losses or {}).get(module.module)
@@ -367,40 +468,43 @@ class MergeEngine:
             state = self.states[name]
             state.weight_version, state.previous, state.previous_version = version, None, None
 
-    def _write(self, plan: ModulePlan, scratch: Mapping[torch.device, kernels.Scratch], *, after: bool) -> MergeStats:
+    def _write(self, plan: ModulePlan, *, after: bool) -> Callable[[], MergeStats]:
         view = self._modules()[plan.module]
         for key, branch in (plan.branches_after if after else plan.branches_before).items():
             assert view.branches is not None
             view.branches.set(key, branch)
         if plan.offloaded is None:
-            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before, scratch)
+            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before)
         total = MergeStats()
         for weights, targets in _one_by_one(plan.offloaded, plan.merged):
             adapters = plan.after if after else plan.before
-            jobs = _jobs(adapters, targets, weights, partial(self._base, plan))
-            total += self._merge(plan, targets, weights, jobs, scratch)
-        return total
+            jobs = _jobs(adapters, _places(targets, weights, partial(self._base, plan)))
+            total += self._merge(plan, targets, weights, jobs)()  # before the next one takes its memory
+        return lambda: total
 
     def _merge(
-        self,
-        plan: ModulePlan,
-        targets: Sequence[Target],
-        weights: Weights,
-        jobs: Sequence[TargetJob],
-        scratch: Mapping[torch.device, kernels.Scratch],
-    ) -> MergeStats:
+        self, plan: ModulePlan, targets: Sequence[Target], weights: Weights, jobs: Sequence[TargetJob]
+    ) -> Callable[[], MergeStats]:
         merged = {target.key for target, _ in jobs}
         with torch.inference_mode():
             for target in targets:
                 if target.key not in merged:
                     _part(weights(target.weight), target).copy_(self._base(plan, target))
-        total = MergeStats()
         copies = {id(job): target.copies for target, job in jobs}
-        for device, here in _by_device([job for _, job in jobs]).items():
-            for job, stats in zip(here, kernels.merge(here, self.precision, scratch[device]), strict=True):
-                share = 1 / copies[id(job)]
-                total += MergeStats(stats.lost_sq * share, stats.update_sq * share, stats.non_finite)
-        return total
+        begun = [
+            (here, kernels.begin(here, self.precision, plan.scratch[device]))
+            for device, here in _by_device([job for _, job in jobs]).items()
+        ]
+
+        def finish() -> MergeStats:
+            shared = [(stats, copies[id(job)]) for here, done in begun for job, stats in zip(here, done(), strict=True)]
+            return MergeStats(
+                math.fsum(stats.lost_sq / held for stats, held in shared),
+                math.fsum(stats.update_sq / held for stats, held in shared),
+                sum(stats.non_finite for stats, _ in shared),
+            )
+
+        return finish
 
     def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
         base = plan.snapshots.get(target.key)
@@ -448,6 +552,7 @@ class MergeEngine:
         self.restore(module)
         state = self.state(module)
         state.store.drop()
+        state.plans = ()
         state.live = on_host(state.live)
         state.previous = None if state.previous is None else on_host(state.previous)
 
@@ -456,7 +561,7 @@ class MergeEngine:
         state = self.state(module)
         plan = self._allocate([_exchange(module, {}, state.live)])
         stats = self.commit(plan)
-        state.store.adopt(plan.modules[0].snapshots)
+        state.store.adopt(plan.modules[0].snapshots, plan.modules[0].store_reason)
         state.live = plan.modules[0].after
         return stats
 
@@ -474,6 +579,32 @@ def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
     return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
 
 
+def _outline(update: ModuleUpdate) -> Outline:
+    """All of an update but its values."""
+    pairs = [(p.layer, p.a.shape, p.b.shape, p.a.dtype, p.b.dtype, p.scale, p.kernel) for p in update.pairs]
+    return (update.adapter, *pairs)
+
+
+def _may_be_refilled(plan: ModulePlan, copies: Sequence[Copy]) -> bool:
+    """Whether nothing else uses a plan's pairs, all of them are merged, and its scratch serves its undoing too."""
+    return (
+        plan.outline is not None
+        and len(plan.after) == 1
+        and len(plan.jobs_after) == len(plan.written)
+        and {pair.layer for pair in all_pairs(plan.after)} == {copy.layer for copy in copies}
+        and all(kernels.alike(job, job) for _, job in plan.jobs_after)
+    )
+
+
+def _chain(state: ModuleState, settled: ModulePlan) -> tuple[ModulePlan, ...]:
+    """The plans that are kept once one is settled; without what would keep older pairs and base weights alive."""
+    if settled.outline is None:
+        return ()
+    kept = replace(settled, before={}, jobs_before=(), snapshots={}, store_reason=None)
+    chained = state.plans if state.plans and state.plans[-1].after is state.live else ()
+    return (*chained[-2:], kept)
+
+
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:
     """What the layers of a plan's dynamic targets add now, and what they will."""
     branches: dict[Key, tuple[Branch | None, Branch | None]] = {}
@@ -485,17 +616,18 @@ def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, 
     return branches
 
 
-def _jobs(
-    adapters: Adapters, targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
-) -> list[TargetJob]:
+def _places(
+    targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
+) -> list[tuple[Target, torch.Tensor, torch.Tensor]]:
+    """Targets with their live rows and W0 of these; without those that have no row on this rank."""
+    places = ((target, _part(weights(target.weight), target)) for target in targets if target.rows.size)
+    return [(target, out, base(target)) for target, out in places]
+
+
+def _jobs(adapters: Adapters, places: Sequence[tuple[Target, torch.Tensor, torch.Tensor]]) -> list[TargetJob]:
     """The merges of those targets that an adapter has something for."""
-    jobs = []
-    for target in targets:
-        terms = terms_at(adapters, target)
-        out = _part(weights(target.weight), target)
-        if terms and out.numel():
-            jobs.append((target, MergeJob(out, base(target).to(out.device), terms)))
-    return jobs
+    found = ((target, out, base, terms_at(adapters, target)) for target, out, base in places)
+    return [(target, MergeJob(out, base, terms)) for target, out, base, terms in found if terms]
 
 
 def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
@@ -513,9 +645,14 @@ def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tup
             yield {name: weight}.__getitem__, [target for target in targets if target.weight == name]
 
 
-def _place(view: ModuleView, target: Target) -> torch.device:
+def _place(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
     """Where the pairs of a target are kept: beside the weight that they are merged into."""
-    return torch.device("cpu") if target.dynamic else view.weight(target.weight).device
+    return torch.device("cpu") if target.dynamic else weights[target.weight].device
+
+
+def _told(extent: tuple[str, int, int, str, Placed]) -> str:
+    module, placed = extent[3:]
+    return f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
 
 
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
@@ -526,7 +663,7 @@ def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
     return weight[target.rows.start : target.rows.stop]
 
 
-def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
+def _misfits(pair: Pair, landing: Landing, weights: _Once) -> list[str]:
     faults = []
     if _extents(pair.kernel) != _extents(landing.kernel):
         faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
@@ -540,10 +677,9 @@ def _misfits(pair: Pair, landing: Landing, view: ModuleView) -> list[str]:
             f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
             f"{landing.out_features} outputs"
         )
-    for name in dict.fromkeys(target.weight for target in landing.targets if not target.dynamic):
-        weight = view.weight(name)
-        if weight.dtype not in MERGEABLE_DTYPES:
-            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {weight.dtype}")
+    for name in {target.weight for target in landing.targets if not target.dynamic}:
+        if (dtype := weights[name].dtype) not in MERGEABLE_DTYPES:
+            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {dtype}")
     return faults
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from sgld_lora_merge.bucket import ALIGNMENT
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import checked_scale, scale_of
 
 DIMENSIONS = range(2, 6)  # a linear layer's two, and up to three more for the kernel of a convolution
 PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONGEST_REMEMBERED = 512  # characters of a name whose parts are kept for the next update
 WRAPPER_PREFIXES = ("base_model.model.", "diffusion_model.")  # PEFT's, and the one of the original checkpoints
 
 # <layer>.lora_A, or as diffusers and the original checkpoints write it: lora_down, lora.down; then adapter and .weight.
@@ -77,6 +81,11 @@ def parse_name(name: str) -> LoraName:
     Raises:
         RequestError: any other name; the message holds it, and says what it is where that is known.
     """
+    return _parsed(name) if len(name) <= LONGEST_REMEMBERED else _parsed.__wrapped__(name)
+
+
+@functools.lru_cache(maxsize=2**14)  # every update of a run has the same names
+def _parsed(name: str) -> LoraName:
     for pattern, kind in _REFUSED_NAMES:
         if pattern.search(name):
             raise RequestError(f"{name!r} is {kind}")
@@ -145,15 +154,13 @@ def pair_up(
     return Pairing(tuple(pairs), tuple(dict.fromkeys(faults)))  # what is wrong with the request is wrong in all layers
 
 
-@dataclass(frozen=True, eq=False)
-class _Half:
+class _Half(NamedTuple):
     name: str
     adapter: str
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Scaling:
+class _Scaling(NamedTuple):
     """All that may say a layer's scale: of the request, and of the layer."""
 
     alpha: float | None
@@ -239,7 +246,8 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pai
         )
     if a.tensor.device != b.tensor.device:
         raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
-    return Pair(layer, a.tensor.flatten(1), b.tensor.flatten(1), scaling.of(layer, own_rank), kernel=kernel)
+    matrix_a, matrix_b = (half.tensor.flatten(1) if kernel else half.tensor for half in (a, b))
+    return Pair(layer, matrix_a, matrix_b, scaling.of(layer, own_rank), kernel=kernel)
 
 
 def _non_finite(halves: Sequence[_Half]) -> list[str]:
@@ -258,9 +266,31 @@ def _non_finite(halves: Sequence[_Half]) -> list[str]:
 
 
 def _all_finite(halves: Sequence[_Half]) -> bool:
-    """Whether sums of squares are finite, which takes a few launches on a GPU; large values may deny it wrongly."""
+    """Whether sums of squares are finite, which takes a launch or a few on a GPU; large values may deny it wrongly."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for half in halves:
         by_dtype.setdefault(half.tensor.dtype, []).append(half.tensor.detach())
+    runs = [_run_of(tensors) for tensors in by_dtype.values()]
+    if all(run is not None and torch.isfinite(_norm(run)) for run in runs):
+        return True
     norms = [torch.stack(torch._foreach_norm(tensors)).float() for tensors in by_dtype.values()]
     return bool(torch.isfinite(torch.cat(norms)).all())
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    return norm
+
+
+def _run_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory from the first tensor's beginning to the last end, where they fill it as those of a bucket do.
+
+    None where they do not. What lies between them is looked at too: zeros in a bucket of ours, anything in another's.
+    """
+    first, last = min(tensors, key=torch.Tensor.data_ptr), max(tensors, key=torch.Tensor.data_ptr)
+    span = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - first.data_ptr()
+    filled = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    whole = all(tensor.is_contiguous() for tensor in tensors)
+    if not whole or span > filled or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((span // first.element_size(),), (1,))

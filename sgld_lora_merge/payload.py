@@ -1,7 +1,8 @@
 """Payloads: what one rank of the engine reads of one request.
 
-A payload is base64 of a pickle of ``{module: {"flattened_tensor": uint8 tensor, "metadata": [...]}}`` (a bucket) or of
-``{module: [(name, tensor)]}``. Tensors travel as handles: CUDA IPC with the GPU's UUID, or shared memory on a CPU.
+A payload is base64 of a pickle of ``{module: {"flattened_tensor": uint8 tensor, "metadata": [...]}}`` (a bucket; this
+plugin's engines also read ``"layout": text`` in place of the metadata) or of ``{module: [(name, tensor)]}``. Tensors
+travel as handles: CUDA IPC with the GPU's UUID, or shared memory on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from sgld_lora_merge.bucket import BucketEntry, flatten, unflatten
+from sgld_lora_merge.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.unpickler import PayloadReader, load
 
@@ -35,18 +36,24 @@ _COUNTER = slice(11, 13)  # there: the counter of readers that an export has
 # sending
 
 
-def pack(modules: Mapping[str, Iterable[tuple[str, torch.Tensor]]]) -> tuple[str, list[torch.Tensor]]:
+def pack(
+    modules: Mapping[str, Iterable[tuple[str, torch.Tensor]]], *, compact: bool = False
+) -> tuple[str, list[torch.Tensor]]:
     """Flatten each module's tensors into a bucket and export the buckets as handles.
 
     Args:
         modules: module name -> named tensors, on one device each.
+        compact: write the layout as text, which is faster to read; a stock engine cannot read it.
 
     Returns:
         The base64 payload, and the buckets: keep them until every worker of the engine has answered. An export may be
         opened once, so one payload serves one worker (on a CPU, all workers).
     """
     buckets = {module: flatten(named) for module, named in modules.items()}
-    content = {module: {"flattened_tensor": flat, "metadata": entries} for module, (flat, entries) in buckets.items()}
+    content = {
+        module: {"flattened_tensor": flat, **({"layout": layout_text(entries)} if compact else {"metadata": entries})}
+        for module, (flat, entries) in buckets.items()
+    }
     return encode(content), [flat for flat, _ in buckets.values()]
 
 
@@ -180,6 +187,8 @@ def named_tensors(
 
 
 def _read_bucket(content: object) -> NamedTensors:
+    if isinstance(content, dict) and {"flattened_tensor", "layout"} <= content.keys():
+        return unflatten(content["flattened_tensor"], entries_of(content["layout"]))
     if not isinstance(content, dict) or not {"flattened_tensor", "metadata"} <= content.keys():
         raise RequestError('load_format "flattened_bucket" needs "flattened_tensor" and "metadata"')
     return unflatten(content["flattened_tensor"], content["metadata"])

@@ -96,7 +96,13 @@ class CannotLand(Exception):
 
 
 class Offloaded(Protocol):
-    """Weights that do not lie where merges are computed: written whole, one at a time, through memory that does."""
+    """Weights that do not lie where merges are computed: written whole, one at a time, through memory that does.
+
+    Attributes:
+        device: where that memory is.
+    """
+
+    device: torch.device
 
     def blank(self, name: str) -> torch.Tensor:
         """That memory, in a weight's shape and dtype and of no particular content; all weights share it."""

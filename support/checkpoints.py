@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,8 +38,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def zimage(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Z-Image, 2 layers of width 64: fused qkv and w13 sections, column and row parallel layers."""
+@dataclass(frozen=True)
+class ZImageSize:
+    """Blocks of Z-Image's transformer, their width, heads, and how a head's width is split for the rotary embedding."""
+
+    layers: int = 2
+    dim: int = 64
+    heads: int = 4
+    axes: tuple[int, int, int] = (4, 6, 6)
+
+
+def zimage(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, size: ZImageSize = ZImageSize(), device: str = "cpu"
+) -> Path:
+    """Z-Image, 2 layers of width 64 unless said otherwise: fused qkv and w13 sections, column and row parallel layers.
+
+    Args:
+        device: where the transformer's weights are drawn; billions take minutes on a CPU.
+    """
     torch.manual_seed(0)
     tokenizer = _tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -50,10 +67,12 @@ def zimage(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
             tie_word_embeddings=True, pad_token_id=0, bos_token_id=0, eos_token_id=2,
         )
     ).to(torch.bfloat16).save_pretrained(folder / "text_encoder")  # fmt: skip
-    dit = ZImageTransformer2DModel(
-        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=16, dim=64, n_layers=2, n_refiner_layers=1,
-        n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[1024, 512, 512],
-    )  # fmt: skip
+    with torch.device(device):
+        dit = ZImageTransformer2DModel(
+            all_patch_size=(2,), all_f_patch_size=(1,), in_channels=16, dim=size.dim, n_layers=size.layers,
+            n_refiner_layers=1, n_heads=size.heads, n_kv_heads=size.heads, cap_feat_dim=32,
+            axes_dims=list(size.axes), axes_lens=[1024, 512, 512],
+        )  # fmt: skip
     _randomise(dit).to(dtype).save_pretrained(folder / "transformer")
     # sglang reads these two under its own names only
     config_file = folder / "transformer" / "config.json"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from sgld_lora_merge.kernels import reference
 from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Term
 from sgld_lora_merge.precision import Precision
 
-__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "compile_ahead", "merge", "scratch_for"]
+__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "alike", "begin", "compile_ahead", "merge", "scratch_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,42 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch:
     return _in_force(jobs[0].out.device).scratch_for(jobs, precision) if jobs else None
 
 
+def alike(one: MergeJob, other: MergeJob) -> bool:
+    """Whether scratch for one job serves another of the same target: the kernel reads both pairs where they are.
+
+    An update and its undoing mostly are; then only one of them is prepared.
+    """
+    return len(one.terms) == len(other.terms) and all(
+        x.a.shape == y.a.shape
+        and x.b.shape == y.b.shape
+        and x.a.dtype is y.a.dtype
+        and x.b.dtype is y.b.dtype
+        and x.a_cols == y.a_cols
+        and x.b_rows == y.b_rows
+        and x.a.device == y.a.device == one.out.device
+        and not (x.a.shape[0] | x.a.shape[1]) % reference.READABLE
+        for x, y in zip(one.terms, other.terms, strict=True)
+    )
+
+
 def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> list[MergeStats]:
     """Run the jobs, each written in place; one statistics object per job.
 
     Parameters created under inference mode are writable here, and their version counters do not move. The very jobs
     that the scratch was made for cost the least.
     """
+    return begin(jobs, precision, scratch)()
+
+
+def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
+    """As `merge`; what it gives returns the statistics, and on a GPU waits for the jobs to be done."""
     if scratch is None:
-        return []
-    code = reference if isinstance(scratch, reference.Scratch) else _kernel()
-    results: list[MergeStats] = code.merge(jobs, precision, scratch)
-    return results
+        return list
+    if isinstance(scratch, reference.Scratch):
+        stats = reference.merge(jobs, precision, scratch)
+        return lambda: stats
+    begun: Callable[[], list[MergeStats]] = _kernel().begin(jobs, precision, scratch)
+    return begun
 
 
 def compile_ahead(

@@ -18,6 +18,7 @@ import torch
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span
 
+READABLE = 8  # elements, 16 bytes of a 16-bit dtype: rows of whole multiples are read by any kernel where they are
 CHUNK_ELEMENTS = 2 * 2**20  # elements of one float64 temporary: 16 MiB; bounds scratch, does not change any result
 
 
@@ -47,7 +48,7 @@ class MergeJob:
 
     Attributes:
         out: ``[rows, columns]``, the live rows; written in place.
-        base: ``[rows, columns]``, W0 of these rows, in ``out``'s dtype and on its device.
+        base: ``[rows, columns]``, W0 of these rows, in ``out``'s dtype, on its device or on the host.
         terms: at least one; their ranks and dtypes may differ.
     """
 
@@ -83,10 +84,11 @@ class MergeStats:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Temporaries for jobs, one after the other: two float64 chunks, and the product in the weight's dtype."""
+    """Temporaries for jobs, one after the other: two float64 chunks, the product in the weight's dtype, and W0."""
 
     chunks: tuple[torch.Tensor, ...]
     product: torch.Tensor | None
+    base: torch.Tensor
 
 
 def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | None:
@@ -96,12 +98,14 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
     device = jobs[0].out.device
     chunk = max(_chunk_rows(job) * job.out.shape[1] for job in jobs)
     chunks = tuple(torch.empty(chunk, dtype=torch.float64, device=device) for _ in range(2))
+    base_bytes = max(job.base.nbytes if job.base.device != device else 0 for job in jobs)
+    base = torch.empty(base_bytes, dtype=torch.uint8, device=device)
     if precision is Precision.FP32:
-        return Scratch(chunks, None)
+        return Scratch(chunks, None, base)
     product_bytes = max(
         term.b.shape[0] * term.a.shape[1] * job.out.element_size() for job in jobs for term in job.terms
     )
-    return Scratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device))
+    return Scratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device), base)
 
 
 def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
@@ -111,7 +115,15 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
     """
     run = _merge_fp32 if precision is Precision.FP32 else _merge_fp16
     with torch.inference_mode():
-        return [run(job, scratch) for job in jobs if scratch is not None]
+        return [run(_with_base_at_hand(job, scratch), scratch) for job in jobs if scratch is not None]
+
+
+def _with_base_at_hand(job: MergeJob, scratch: Scratch) -> MergeJob:
+    """The job with its base on the device that merges."""
+    if job.base.device == job.out.device:
+        return job
+    base = scratch.base[: job.base.nbytes].view(job.base.dtype).view(job.base.shape)
+    return replace(job, base=base.copy_(job.base))
 
 
 def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:

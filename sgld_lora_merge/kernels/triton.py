@@ -4,15 +4,19 @@ A program walks down the rows of one block of columns. Its tile of A stays where
 through a software pipeline, and W' and the statistics leave in the same pass. Targets of one shape, whichever layers
 they belong to, are one launch: a table on the device holds what differs between them.
 
+W0 that lies in host memory is copied into the live weight on a second stream, and merged there in place, a few targets
+per launch: while the kernel merges some, the link brings the next.
+
 What the kernel does not take goes through `reference.merge`: see `_variant`.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +37,7 @@ OLDEST_CAPABILITY = (8, 0)  # has bfloat16 in its tensor cores
 EXACT_CAPABILITIES = frozenset({(9, 0)})
 EXACT_RANKS = frozenset((1, *range(8, 513, 8)))
 
-ALIGNMENT = 8  # elements: 16 bytes of a 16-bit dtype, 32 of float32
+ALIGNMENT = reference.READABLE  # elements: 16 bytes of a 16-bit dtype, 32 of float32
 LONGEST_STRIDE = 2**24  # elements; offsets inside a tile are 32-bit
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -68,6 +72,7 @@ NARROW = Launch(64, 64, 4, 4)  # weights of 320 columns: 1.19 / 1.26 at rank 32,
 NARROW_COLUMNS = 512
 ROW_TILES = 12  # a program's walk at most; 24: 0 to 2 % slower at these shapes, 10 % at 1000 x 1544
 CHUNK_RANKS = 64  # ranks of one pass over A
+STREAMED_BYTES = 64 * 2**20  # of W0 from the host per launch; 16 to 128 MiB took 0.96 to 0.99 of the link (H200)
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,23 @@ Staged = dict[tuple[int, tuple[Span, ...], torch.dtype], tuple[torch.Tensor, tor
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A job as the kernel takes it: its launch, and its part of the table."""
+    """A job as the kernel takes it: its launch, and its part of the table.
+
+    Attributes:
+        streamed: ``out`` and W0, where W0 has to be copied there first; the table then has ``out`` as the base.
+    """
 
     variant: Variant
     fields: tuple[int, ...]
+    streamed: tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Targets of one shape that one launch merges, each with its place among the jobs."""
+
+    variant: Variant
+    members: list[tuple[int, Entry]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +186,9 @@ class Scratch:
         staged: A and B that the kernel cannot read where they are, and copies that it can; by id, so both are kept.
         table: int64, the fields of all jobs of a merge; on the device. table_host: the same, pinned.
         partials: float64 ``[programs, 3]``, the statistics of each program. sums: float64 ``[jobs, 3]``, of each job.
+        copies: the stream that brings W0 from the host; None where none is there.
         eager: for the jobs without an entry.
+        filled: the jobs that the table holds, and their parts; at most one of it.
     """
 
     entries: dict[MergeJob, Entry | None]
@@ -177,7 +197,9 @@ class Scratch:
     table_host: torch.Tensor
     partials: torch.Tensor
     sums: torch.Tensor
+    copies: torch.cuda.Stream | None
     eager: reference.Scratch | None
+    filled: list[tuple[list[MergeJob], list[Part]]] = field(default_factory=list)
 
 
 def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | None:
@@ -205,47 +227,97 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
         torch.empty(fields, dtype=torch.int64, pin_memory=device.type == "cuda"),
         partials,
         torch.empty(len(taken), STATISTICS.value, dtype=torch.float64, device=device),
+        _copy_stream(device) if any(entry.streamed for entry in taken) else None,
         reference.scratch_for([job for job, entry in entries.items() if entry is None], precision),
     )
 
 
 def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
-    """Run the jobs, each written in place; one statistics object per job, as `reference.merge` does.
+    """Run the jobs, each written in place; one statistics object per job, as `reference.merge` does."""
+    return [] if scratch is None else begin(jobs, precision, scratch)()
+
+
+def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
+    """Launch the jobs; what it gives waits for their statistics.
 
     The very job objects that the scratch was made for cost the least; others are prepared again.
     """
-    if scratch is None:
-        return []
+    jobs = list(jobs)
     stats: dict[int, MergeStats] = {}
-    groups: dict[Variant, list[tuple[int, Entry]]] = {}
-    for position, job in enumerate(jobs):
-        entry = scratch.entries[job] if job in scratch.entries else _entry(job, precision, scratch.staged)
-        if entry is None:
-            (stats[position],) = reference.merge([job], precision, scratch.eager)
+    with torch.inference_mode(), torch.cuda.device_of(scratch.table):
+        if not (scratch.filled and _same(scratch.filled[0][0], jobs)):
+            groups: dict[Variant, list[tuple[int, Entry]]] = {}
+            for position, job in enumerate(jobs):
+                entry = scratch.entries[job] if job in scratch.entries else _entry(job, precision, scratch.staged)
+                if entry is None:
+                    (stats[position],) = reference.merge([job], precision, scratch.eager)
+                else:
+                    groups.setdefault(entry.variant, []).append((position, entry))
+            parts = [part for variant, members in groups.items() for part in _parts(variant, members)]
+            arrivals = _bring(parts, scratch.copies)
+            fill_table(parts, scratch)
+            scratch.filled[:] = [] if stats else [(jobs, parts)]
         else:
-            groups.setdefault(entry.variant, []).append((position, entry))
-    if groups:
-        with torch.inference_mode(), torch.cuda.device_of(scratch.table):
-            fill_table(groups, scratch)
-            launch(groups, scratch)
-        positions = [position for members in groups.values() for position, _ in members]
+            parts = scratch.filled[0][1]
+            arrivals = _bring(parts, scratch.copies)
+        launch(parts, scratch, arrivals)
+
+    def finish() -> list[MergeStats]:
+        positions = [position for part in parts for position, _ in part.members]
         for position, sums in zip(positions, scratch.sums[: len(positions)].tolist(), strict=True):
             stats[position] = MergeStats(sums[0], sums[1], int(sums[2]))
-    return [stats[position] for position in sorted(stats)]
+        return [stats[position] for position in range(len(stats))]
+
+    return finish
 
 
-def fill_table(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> None:
-    """The fields of all jobs, group after group, on the device."""
-    fields = [field for members in groups.values() for _, entry in members for field in entry.fields]
+def _same(some: Sequence[MergeJob], others: Sequence[MergeJob]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _parts(variant: Variant, members: Sequence[tuple[int, Entry]]) -> Iterator[Part]:
+    """A group as it is launched: whole, or as much at a time as is streamed together."""
+    part: list[tuple[int, Entry]] = []
+    streamed = 0
+    for member in members:
+        nbytes = 0 if member[1].streamed is None else member[1].streamed[1].nbytes
+        if streamed and streamed + nbytes > STREAMED_BYTES:
+            yield Part(variant, part)
+            part, streamed = [], 0
+        part.append(member)
+        streamed += nbytes
+    yield Part(variant, part)
+
+
+def _bring(parts: Sequence[Part], copies: torch.cuda.Stream | None) -> list[torch.cuda.Event | None]:
+    """Copy W0 from the host to where it is merged; by part, what tells when it is there."""
+    if copies is None:
+        return [None] * len(parts)
+    arrivals: list[torch.cuda.Event | None] = []
+    copies.wait_stream(torch.cuda.current_stream())  # what came before may still use the live weights
+    with torch.cuda.stream(copies):
+        for part in parts:
+            streamed = [entry.streamed for _, entry in part.members if entry.streamed is not None]
+            for out, base in streamed:
+                out.copy_(base, non_blocking=True)
+            arrivals.append(copies.record_event() if streamed else None)
+    return arrivals
+
+
+def fill_table(parts: Sequence[Part], scratch: Scratch) -> None:
+    """The fields of all jobs, part after part, on the device."""
+    fields = [field for part in parts for _, entry in part.members for field in entry.fields]
     scratch.table_host[: len(fields)].copy_(torch.tensor(fields, dtype=torch.int64))
     scratch.table[: len(fields)].copy_(scratch.table_host[: len(fields)], non_blocking=True)
 
 
-def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> None:
-    """One launch for each group, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
+def launch(parts: Sequence[Part], scratch: Scratch, arrivals: Iterable[torch.cuda.Event | None]) -> None:
+    """One launch for each part, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
     first_field = first_program = first_job = 0
-    for variant, members in groups.items():
-        count, programs = len(members), variant.programs
+    for part, arrival in zip(parts, arrivals, strict=True):
+        variant, count, programs = part.variant, len(part.members), part.variant.programs
+        if arrival is not None:
+            torch.cuda.current_stream().wait_event(arrival)
         merge_group[(programs, count)](
             scratch.table,
             scratch.partials,
@@ -260,7 +332,7 @@ def launch(groups: dict[Variant, list[tuple[int, Entry]]], scratch: Scratch) -> 
             count, programs, STATISTICS.value
         )
         torch.sum(partials, dim=1, out=scratch.sums[first_job : first_job + count])
-        first_field += count * len(members[0][1].fields)
+        first_field += count * len(part.members[0][1].fields)
         first_program += count * programs
         first_job += count
 
@@ -300,6 +372,7 @@ def _blocks(elements: int, block: int) -> int:
 
 _variant_of = functools.cache(Variant)
 _capability = functools.cache(torch.cuda.get_device_capability)
+_copy_stream = functools.cache(torch.cuda.Stream)
 
 
 def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
@@ -307,22 +380,25 @@ def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
     if variant is None:
         return None
     device = job.out.device
-    fields = [job.out.data_ptr(), job.base.data_ptr(), job.out.stride(0), job.base.stride(0)]
+    streamed = None if job.base.device == device else (job.out, job.base)
+    base = job.base if streamed is None else job.out
+    fields = [job.out.data_ptr(), base.data_ptr(), job.out.stride(0), base.stride(0)]
     for term in job.terms:
         a, a_stride = _readable(term.a, term.a_cols, 1, variant.a, device, staged)
         b, b_stride = _readable(term.b, term.b_rows, 0, variant.b, device, staged)
         (scale,) = struct.unpack("<i", struct.pack("<f", term.scale))
         fields += (a, b, a_stride, b_stride, term.a.shape[0], scale)
-    return Entry(variant, tuple(fields))
+    return Entry(variant, tuple(fields), streamed)
 
 
 def _variant(job: MergeJob, precision: Precision) -> Variant | None:
     """The launch that a job belongs to; None where the kernel does not compute it, or in fp16 mode not exactly."""
-    rows, columns = job.out.shape
-    strides = {*job.out.stride()[:-1], *job.base.stride()[:-1]}
-    if job.out.stride(1) != 1 or job.base.stride(1) != 1 or max(strides) > LONGEST_STRIDE:
+    out = job.out
+    (rows, columns), device, weight = out.shape, out.device, out.dtype
+    base = job.base if job.base.device == device else out
+    (out_stride, out_step), (base_stride, base_step) = out.stride(), base.stride()
+    if out_step != 1 or base_step != 1 or max(out_stride, base_stride) > LONGEST_STRIDE:
         return None
-    device, weight = job.out.device, job.out.dtype
     on_gpu, sequential = device.type == "cuda", precision is Precision.FP16
     if on_gpu and _capability(device) < OLDEST_CAPABILITY:
         return None
@@ -336,8 +412,8 @@ def _variant(job: MergeJob, precision: Precision) -> Variant | None:
         ranks.append(rank)
         dtypes.add((term.a.dtype, term.b.dtype))
     a, b = dtypes.pop() if len(dtypes) == 1 else (torch.float32, torch.float32)
-    pointers = job.out.data_ptr() | job.base.data_ptr()
-    aligned = not (pointers % 16 or columns % ALIGNMENT or any(stride % ALIGNMENT for stride in strides))
+    pointers, elements = out.data_ptr() | base.data_ptr(), columns | out_stride | base_stride
+    aligned = not (pointers % 16 or elements % ALIGNMENT)
     return _variant_of(rows, columns, weight, a, b, tuple(ranks), aligned, sequential)
 
 
@@ -349,11 +425,11 @@ def _readable(
     Rows of a copy are filled up with zeros to whole multiples of ALIGNMENT.
     """
     stride, step = source.stride()
-    columns = source.shape[1] if dim == 0 else sum(span.size for span in spans)
-    first = source.data_ptr() + spans[0].start * (step if dim else stride) * source.element_size()
-    readable = len(spans) == 1 and step == 1 and source.dtype is dtype and source.device == device
-    if readable and not (first % 16 or stride % ALIGNMENT or columns % ALIGNMENT):
-        return first, stride
+    columns = source.shape[1] if dim == 0 else sum([span.size for span in spans])
+    if len(spans) == 1 and step == 1 and source.dtype is dtype and source.device == device:
+        first = source.data_ptr() + spans[0].start * (1 if dim else stride) * source.element_size()
+        if not (first % 16 or stride % ALIGNMENT or columns % ALIGNMENT):
+            return first, stride
     key = (id(source), spans, dtype)
     if key not in staged:
         part = torch.cat([source.narrow(dim, span.start, span.size) for span in spans], dim)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgld_lora_merge.trainer.arguments import (
     add_lora_arguments,
+    engine_config,
     engine_environment,
     select_weight_sync,
     validate_lora_arguments,
@@ -41,6 +42,7 @@ __all__ = [
     "UploadTransport",
     "add_lora_arguments",
     "collect_lora_layer_groups",
+    "engine_config",
     "engine_environment",
     "select_weight_sync",
     "validate_lora_arguments",

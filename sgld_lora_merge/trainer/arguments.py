@@ -75,6 +75,15 @@ def engine_environment(args: Namespace) -> dict[str, str]:
     return {PRECISION_VARIABLE: "1" if args.diffusion_forward_dtype == "fp32" else "0"}
 
 
+def engine_config(args: Namespace) -> dict[str, list[str]]:
+    """What the engine's configuration file (``sglang serve --config``) must hold; sglang has no flag for it.
+
+    sglang puts adapters of its own (``--lora-path``, ``/v1/set_lora``) on no other layers: on those in whose names, the
+    engine's, one of these stands. An update is not restricted by it.
+    """
+    return {"lora_target_modules": list(args.lora_target_modules)} if args.use_lora else {}
+
+
 def select_weight_sync(
     args: Namespace,
 ) -> type[LoRASync | DiffusionUpdateWeightFromTensor]:

@@ -9,9 +9,14 @@ import torch
 from sgld_lora_merge.bucket import ALIGNMENT
 
 
+def whole_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, of a sharded one when it is whole; some kinds of shards know no more than shape and dtype."""
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
 def flattened_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that `sgld_lora_merge.bucket.flatten` takes for these tensors; sharded ones count whole."""
-    return sum(-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    return sum(-(-whole_nbytes(tensor) // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def plan_buckets(nbytes: Mapping[str, int], buffer_size: int) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -35,21 +35,31 @@ def whole(tensor: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
     return waited((gather or start_whole)(tensor))
 
 
-def gather_ahead(
-    buckets: Iterable[list[tuple[Key, torch.Tensor]]], gather: Gather | None = None
-) -> Iterator[list[tuple[Key, torch.Tensor]]]:
-    """Whole tensors bucket by bucket; while one is in use the next one is under way, and no other is in memory.
+class GatherAhead(Generic[Key]):
+    """Whole tensors bucket by bucket. While one is sent the next one is under way, and no other is in memory.
 
     Args:
         buckets: keyed tensors, the same on every rank and in the same order.
         gather: makes one tensor whole in the place of `start_whole`, for any other sharding.
     """
-    start = gather or start_whole
-    ahead: list[tuple[Key, torch.Tensor]] | None = None
-    for bucket in buckets:
-        begun = [(key, start(tensor)) for key, tensor in bucket]
-        if ahead is not None:
-            yield [(key, waited(tensor)) for key, tensor in ahead]
-        ahead = begun
-    if ahead is not None:
-        yield [(key, waited(tensor)) for key, tensor in ahead]
+
+    def __init__(self, buckets: Iterable[list[tuple[Key, torch.Tensor]]], gather: Gather | None = None) -> None:
+        self._buckets = iter(buckets)
+        self._start = gather or start_whole
+        self._begun: list[tuple[Key, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Begin the next bucket, unless it is begun: for when the present one is needed no more. A collective."""
+        if not self._begun:
+            self._begun = [(key, self._start(tensor)) for key, tensor in next(self._buckets, [])]
+
+    def __iter__(self) -> Iterator[list[tuple[Key, torch.Tensor]]]:
+        self.begin()
+        while self._begun:
+            yield self._whole()
+            self.begin()
+
+    def _whole(self) -> list[tuple[Key, torch.Tensor]]:
+        """The bucket that was begun, to which nothing here refers any more."""
+        begun, self._begun = self._begun, []
+        return [(key, waited(tensor)) for key, tensor in begun]

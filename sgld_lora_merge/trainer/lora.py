@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.model import TrainedAdapter, read_adapter, scales_of_their_own
 from sgld_lora_merge.trainer.names import LayerPair
-from sgld_lora_merge.trainer.sync import DTYPES, NamedTensors, Update, WeightSync
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError
+from sgld_lora_merge.trainer.sync import DTYPES, Update, WeightSync
+from sgld_lora_merge.trainer.transport import Answer, SyncError
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,45 @@ class LoRASync(WeightSync[TrainedAdapter]):
     def _own_scales(self, adapter: TrainedAdapter) -> dict[str, float]:
         return scales_of_their_own(adapter, self.args.lora_alpha, self.args.lora_rank)
 
-    def _look(self) -> None:
-        """Whether the engine knows this contract at all; an engine without the plugin ignores half of the fields."""
-        for transport in self._called():
-            try:
-                transport.ask(STATUS_ROUTE)
-            except SyncError as error:
-                raise SyncError(f"is sgld-lora-merge installed in the engine, and the engine well? {error}") from error
+    def _beyond_stock(self, update: Update[TrainedAdapter]) -> list[str]:
+        faults = super()._beyond_stock(update)
+        for module, adapter in update.modules.items():
+            if scales := self._own_scales(adapter):
+                told = f"{self.args.lora_alpha} / {self.args.lora_rank}"
+                faults.append(f"{module}: layers whose scale is not {told} cannot be sent: {name_some(list(scales))}")
+            if adapter.moved_by is not None:
+                faults.append(f"{module}: {self._moved(adapter)}, and it cannot say whether it serves those")
+        return faults
 
-    def _whole_buckets(self, update: Update[TrainedAdapter]) -> Iterator[tuple[str, list[str], NamedTensors]]:
-        """Module, layers, and whole tensors under the names of the wire, one bucket after the other."""
+    def _before_the_first(self, update: Update[TrainedAdapter]) -> None:
+        """Pairs of an init that changed the base are for an engine that serves the changed one."""
+        moved = {module: adapter for module, adapter in update.modules.items() if adapter.moved_by is not None}
+        if not moved:
+            return
+        base = {module: self._expected_base(adapter) for module, adapter in moved.items()}
+        try:
+            self._ask_to_verify({"base": base})
+        except SyncError as error:
+            told = "; ".join(f"{module}: {self._moved(adapter)}" for module, adapter in moved.items())
+            raise SyncError(
+                f"{told}, and the engine does not serve those. Nothing was sent. Let the trainer merge (--use-lora "
+                f"alone), use another init, or load the trainer's base weights into the engine first. {error}"
+            ) from error
+
+    def _moved(self, adapter: TrainedAdapter) -> str:
+        return f"init_lora_weights={adapter.moved_by!r} changed the base weights that the pairs are added to"
+
+    def _expected_base(self, adapter: TrainedAdapter) -> dict[str, Expectation]:
+        """By layer, on a rank that calls an engine. A collective."""
+        expected: dict[str, Expectation] = {}
+        for layer in adapter.pairs:
+            weight = whole(adapter.base[layer], self._gather)
+            if self._called():
+                expected[layer] = expected_base(weight, DTYPES[self.args.diffusion_forward_dtype])
+        return expected
+
+    def _whole_buckets(self, update: Update[TrainedAdapter]) -> GatherAhead[str]:
+        """Whole tensors under the names of the wire, for each of the update's buckets."""
         sharded = (
             [
                 (f"{layer}.lora_{side}", tensor)
@@ -52,8 +81,7 @@ class LoRASync(WeightSync[TrainedAdapter]):
             ]
             for module, layers in update.buckets
         )
-        for (module, layers), named in zip(update.buckets, gather_ahead(sharded, self._gather), strict=True):
-            yield module, layers, named
+        return GatherAhead(sharded, self._gather)
 
     def _check(self, update: Update[TrainedAdapter], answer: Answer) -> None:
         """Ask the engines whether their weights are what they must be."""

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True")
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 
 @contextmanager
 def exportable_memory(device: torch.device) -> Iterator[None]:
-    """What is allocated inside can be exported: expandable segments cannot be everywhere, so plain ones are used."""
-    settings = torch._C._accelerator_getAllocatorSettings() if device.type == "cuda" else ""
-    if "expandable_segments:True" not in settings.replace(" ", ""):
+    """What is allocated inside can be exported: expandable segments cannot be everywhere, so plain ones are used.
+
+    All settings are written, since torch resets those that it is not given.
+    """
+    settings = allocator_settings() if device.type == "cuda" else ""
+    plain = _EXPANDABLE.sub(r"\1False", settings)
+    if plain == settings:
         yield
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    _set(plain)
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(settings)
+        _set(settings)
+
+
+def allocator_settings() -> str:
+    """The CUDA allocator's settings as they are; of a torch that does not tell, those that the process began with."""
+    getter = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
+    told = getter() if getter is not None else next(filter(None, map(os.environ.get, _VARIABLES)), "")
+    return str(told)
+
+
+def _set(settings: str) -> None:
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    setter(settings)

@@ -10,6 +10,7 @@ from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.targets import CONVOLUTIONS
+from sgld_lora_merge.trainer.adapter_config import faults_of, init_that_moved_the_base
 from sgld_lora_merge.trainer.names import (
     BASE_LAYER,
     LayerPair,
@@ -30,11 +31,13 @@ class TrainedAdapter:
         pairs: by layer prefix, sorted.
         scales: the whole scale of each layer that PEFT knows one for.
         base: the weight that each layer's pair is added to.
+        moved_by: PEFT's init that changed those weights; None where they are the checkpoint's.
     """
 
     pairs: Mapping[str, LayerPair]
     scales: Mapping[str, float]
     base: Mapping[str, torch.Tensor]
+    moved_by: str | None = None
 
 
 def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
@@ -43,10 +46,8 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
     Raises:
         RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
     """
-    for module in model.modules():
-        config = getattr(module, "peft_config", {}).get(mapper.adapter)
-        if config is not None and config.bias != "none":
-            raise RequestError(f"adapter {mapper.adapter!r} trains biases (bias={config.bias!r}), which are not sent")
+    if faults := faults_of(model, mapper.adapter):
+        raise RequestError(*faults)
     state = model.state_dict()
     pairs, unmapped = collect_lora_layer_groups(state, mapper)
     if unmapped:
@@ -63,7 +64,7 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
     }
     bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
     base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
-    return TrainedAdapter(pairs, scales, base)
+    return TrainedAdapter(pairs, scales, base, init_that_moved_the_base(model, mapper.adapter))
 
 
 def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:
@@ -100,13 +101,14 @@ def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict
     Raises:
         RequestError: the model has LoRA and no adapter is merged; it has no parameters; a pair has nothing to go into.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {unwrapped(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {unwrapped(name): module for name, module in model.named_modules(remove_duplicate=False)}
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in model.state_dict().items():
-        if key not in parameters or is_adapter_key(key):
+        bare = unwrapped(key)  # wrappers may stand in the names of parameters, and in these keys, or in one of them
+        if bare not in parameters or is_adapter_key(bare):
             continue
-        layer, _, name = unwrapped(key).rpartition(".")
+        layer, _, name = bare.rpartition(".")
         layers.setdefault(layer.removesuffix(f".{BASE_LAYER}"), {})[name] = tensor
     if not layers:
         raise RequestError("the model has no parameters: nothing to send")

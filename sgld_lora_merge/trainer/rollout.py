@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.trainer.arguments import engine_environment
+from sgld_lora_merge.trainer.arguments import engine_config, engine_environment
 from sgld_lora_merge.trainer.engine_process import EngineSpec
 from sgld_lora_merge.trainer.gpus import check_apart
 from sgld_lora_merge.trainer.last_live import LastLive
@@ -77,7 +77,7 @@ class RolloutManager(OneVersion):
             arguments=[*arguments, *(() if merge_mode is None else ("--lora-merge-mode", merge_mode))],
             folder=folder,
             environment={**(environment or {}), **engine_environment(args)},
-            config={"lora_target_modules": args.lora_target_modules},
+            config=engine_config(args),
             host=host,
             **spec,
         )

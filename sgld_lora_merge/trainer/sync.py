@@ -20,17 +20,24 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
+from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.expected import Expectation
 from sgld_lora_merge.trainer.gather import Gather
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
+from sgld_lora_merge.trainer.progress import progress
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError, Transport
 
 VERIFY_VARIABLE = "SGLD_LORA_VERIFY"
 LOGGED_VERSIONS = 2
 VERIFY_ROUTE = "/lora_merge/verify"
+STOCK = (
+    f"an engine has no sgld-lora-merge: it answers {STATUS_ROUTE} with 404. It cannot be promised then that an answer "
+    "of 200 means that every name was known and every rank has it; that a sync which fails changed nothing; that "
+    "buckets and engines go live together; that full weights reach layers which have had LoRA. Nothing is verified, "
+    "no weight_version is kept, and a lost answer is not asked for again"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 logger = logging.getLogger(__name__)
@@ -95,7 +102,7 @@ class WeightSync(Generic[Content]):
         transports: one an engine.
         gpus_per_engine: ranks ``[i * g, (i + 1) * g)`` are on the GPUs of engine i.
         adapter: the PEFT adapter that is sent; the engine's default one is what it becomes.
-        verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``.
+        verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``. May be changed later.
         gather: makes one shard whole, for other shardings than DTensor.
     """
 
@@ -118,9 +125,10 @@ class WeightSync(Generic[Content]):
         self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
         self._transports = list(transports) if isinstance(transports, Sequence) else [transports]
         self._mapper = PeftLoRAKeyMapper(adapter)
-        self._verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
+        self.verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
         self._gather = gather
         self._ranks = self._make_ranks(gpus_per_engine)
+        self._stock: bool | None = None  # whether an engine has no plugin; None until one was asked
 
     def update_weights(self) -> SyncReport:
         """Bring the model's present values to every engine. A collective: every rank calls it.
@@ -131,12 +139,17 @@ class WeightSync(Generic[Content]):
         """
         update_id = self._ranks.everyone(uuid.uuid4().hex)[0]
         update = self._together(partial(self._prepare, update_id))
+        if self._stock is None:
+            self._stock = self._look()
+        if self._stock and (faults := self._beyond_stock(update)):
+            raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
         if self.version == 0:
-            self._together(self._look)
-        with update.stage("send"):
-            answers = self._send(update)
+            self._before_the_first(update)
+        told = f"{self.log_name} weight sync v{update.version}"
+        with update.stage("send"), progress(told, self._steps(update), shown=self._ranks.rank == 0) as step:
+            answers = self._send(update, step)
         self.version = update.version
-        if self._verify:
+        if self.verify:
             with update.stage("verify"):
                 self._check(update, answers[0])
         layers = [tensors for each in update.modules.values() for tensors in self._tensors(each).values()]
@@ -146,7 +159,7 @@ class WeightSync(Generic[Content]):
             sum(map(len, layers)),
             len(layers),
             len(update.buckets),
-            sum(tensor.numel() * tensor.element_size() for tensors in layers for tensor in tensors),
+            sum(whole_nbytes(tensor) for tensors in layers for tensor in tensors),
             update.seconds,
             answers[0],
         )
@@ -163,16 +176,42 @@ class WeightSync(Generic[Content]):
         """What travels of every layer, perhaps sharded."""
         raise NotImplementedError
 
-    def _send(self, update: Update[Content]) -> list[Answer]:
-        """Send all buckets; the last answer of every engine, on every rank."""
+    def _send(self, update: Update[Content], step: Callable[[], None]) -> list[Answer]:
+        """Send all buckets, with a step after each; the last answer of every engine, on every rank."""
         raise NotImplementedError
 
     def _check(self, update: Update[Content], answer: Answer) -> None:
         """Ask the engines whether their weights are what they must be."""
         raise NotImplementedError
 
-    def _look(self) -> None:
-        """Whether the engines know what will be sent."""
+    def _beyond_stock(self, update: Update[Content]) -> list[str]:
+        """What this sync needs and an engine without the plugin has not."""
+        return ["verify=True asks for a route of its own"] if self.verify else []
+
+    def _before_the_first(self, update: Update[Content]) -> None:
+        """What must hold before the first sync. A collective."""
+
+    def _steps(self, update: Update[Content]) -> int:
+        """How often a send tells of a step."""
+        return len(update.buckets)
+
+    def _look(self) -> bool:
+        """Whether some engine has no plugin; it then gets none of the fields that it would ignore. A collective."""
+
+        def missing() -> bool:
+            for transport in self._called():
+                try:
+                    transport.ask(STATUS_ROUTE)
+                except SyncError as error:
+                    if error.answered == 404:
+                        return True
+                    raise SyncError(f"is the engine well? {error}") from error
+            return False
+
+        stock = any(self._ranks.everyone(self._together(missing)))
+        if stock and self._ranks.rank == 0:
+            logger.warning(STOCK)
+        return stock
 
     def _make_ranks(self, gpus_per_engine: int) -> Ranks:
         return Ranks(len(self._transports), gpus_per_engine)
@@ -220,6 +259,11 @@ class WeightSync(Generic[Content]):
                 modules[name] = self._read(model)
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
+                continue
+            sent = self._tensors(modules[name])
+            if empty := [layer for layer, tensors in sent.items() if not all(map(whole_nbytes, tensors))]:
+                told = "a parameter of DeepSpeed's ZeRO-3 is, outside of GatheredParameters"
+                faults.append(f"{name}: layers with an empty tensor ({told}): {name_some(empty)}")
         if faults:
             raise RequestError(*faults)
         buckets = [
@@ -242,4 +286,4 @@ class WeightSync(Generic[Content]):
                 self.log_name, update.version, module, sum(map(len, layers.values())), self.what, len(layers),
                 sum(name == module for name, _ in update.buckets),
             )  # fmt: skip
-            logger.info("%s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))
+            logger.info("among them %s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))

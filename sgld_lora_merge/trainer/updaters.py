@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
 from sgld_lora_merge.protocol import LORA_MERGE
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, merged_weight
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.handles import HandleSync
 from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.model import TrainedAdapter, TrainedLayer, read_adapter, read_layers
@@ -38,13 +39,17 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
 
     log_name = "LoRA IPC"
 
-    def _send(self, update: Update[TrainedAdapter]) -> list[Answer]:
+    def _send(self, update: Update[TrainedAdapter], step: Callable[[], None]) -> list[Answer]:
         answers: list[Answer] = []
+        whole_buckets = self._whole_buckets(update)
         try:
-            for index, (module, layers, named) in enumerate(self._whole_buckets(update)):
-                answers = self._push(module, named, self._fields(update, index, module, layers))
+            for index, ((module, layers), named) in enumerate(zip(update.buckets, whole_buckets, strict=True)):
+                fields = self._fields(update, index, module, layers)
+                with self._in_parts(index, update) if self._stock else nullcontext():
+                    answers = self._push(module, named, fields, whole_buckets.begin, compact=not self._stock)
+                step()
         except Exception:
-            if answers or self._hold:
+            if not self._stock and (answers or self._hold):
                 self._abort(update.update_id)
             raise
         if self._hold:
@@ -59,7 +64,7 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
     @property
     def _hold(self) -> bool:
         """Whether a complete update waits for the commit that lets all engines go live."""
-        return len(self._transports) > 1
+        return len(self._transports) > 1 and not self._stock
 
     def _fields(
         self,
@@ -68,12 +73,16 @@ class DiffusionUpdateWeightFromTensorLoRAIPC(HandleSync[TrainedAdapter], LoRASyn
         module: str,
         layers: list[str],
     ) -> dict[str, Any]:
-        scales = self._own_scales(update.modules[module])
-        scaling = {layer: scales[layer] for layer in layers if layer in scales}
-        return {
+        stock = {
             "weight_update_mode": LORA_IPC_WEIGHT_UPDATE_MODE,
             "lora_alpha": self.args.lora_alpha,
             "lora_rank": self.args.lora_rank,
+        }
+        if self._stock:
+            return stock
+        scales = self._own_scales(update.modules[module])
+        scaling = {layer: scales[layer] for layer in layers if layer in scales}
+        return stock | {
             "weight_version": str(update.version),
             "update_id": update.update_id,
             "bucket_index": index,
@@ -102,12 +111,21 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
     def _called(self) -> list[Transport]:
         return self._transports if self._ranks.rank == 0 else []
 
-    def _send(self, update: Update[TrainedAdapter]) -> list[Answer]:
+    def _beyond_stock(self, update: Update[TrainedAdapter]) -> list[str]:
+        return ["uploads are a route of its own; use --lora-ipc-weight-sync", *super()._beyond_stock(update)]
+
+    def _steps(self, update: Update[TrainedAdapter]) -> int:
+        return len(update.buckets) + len(self._transports)
+
+    def _send(self, update: Update[TrainedAdapter], step: Callable[[], None]) -> list[Answer]:
         prefixes = self._prefixes(update.modules)
         tensors: dict[str, torch.Tensor] = {}
-        for module, _, named in self._whole_buckets(update):
+        whole_buckets = self._whole_buckets(update)
+        for (module, _), named in zip(update.buckets, whole_buckets, strict=True):
+            whole_buckets.begin()
             if self._called():
                 tensors |= {prefixes[module] + name: tensor.cpu().contiguous() for name, tensor in named}
+            step()
         scaling = {
             prefixes[module] + layer: scale
             for module, adapter in update.modules.items()
@@ -123,7 +141,11 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
 
         def upload() -> list[Answer]:
             file = save(tensors, {LAYER_SCALING: json.dumps(scaling)}) if tensors else None
-            return [transport.update(fields, file) for transport in self._called()]
+            answers = []
+            for transport in self._called():
+                answers.append(transport.update(fields, file))
+                step()
+            return answers
 
         return self._ranks.everyone(self._together(upload))[0]
 
@@ -153,7 +175,7 @@ class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
     def _tensors(self, content: dict[str, TrainedLayer]) -> Mapping[str, Sequence[torch.Tensor]]:
         return {layer: list(each.parameters.values()) for layer, each in content.items()}
 
-    def _send(self, update: Update[dict[str, TrainedLayer]]) -> list[Answer]:
+    def _send(self, update: Update[dict[str, TrainedLayer]], step: Callable[[], None]) -> list[Answer]:
         answers: list[Answer] = []
         sharded = (
             [
@@ -163,7 +185,7 @@ class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
             ]
             for module, layers in update.buckets
         )
-        gathered = gather_ahead(sharded, self._gather)
+        gathered = GatherAhead(sharded, self._gather)
         for sent, ((module, layers), keyed) in enumerate(zip(update.buckets, gathered, strict=True)):
             tensors = dict(keyed)
             keyed.clear()
@@ -173,11 +195,9 @@ class DiffusionUpdateWeightFromTensor(HandleSync[dict[str, TrainedLayer]]):
                 for name in update.modules[module][layer].parameters
             ]
             del tensors
-            try:
-                answers = self._push(module, named, {"weight_version": str(update.version)})
-            except SyncError as error:
-                told = f"{sent} of {len(update.buckets)} buckets are live on the engines before this one failed"
-                raise SyncError(f"{told}: {error}") from error
+            with self._in_parts(sent, update):
+                answers = self._push(module, named, {"weight_version": str(update.version)}, gathered.begin)
+            step()
         return answers
 
     def _check(self, update: Update[dict[str, TrainedLayer]], answer: Answer) -> None:

@@ -1,11 +1,13 @@
 """The bucket layout: what is flattened reads back, and metadata that lies is refused."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgld_lora_merge.bucket import ALIGNMENT, BucketEntry, flatten, unflatten
+from sgld_lora_merge.bucket import ALIGNMENT, BucketEntry, entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.errors import RequestError
 
 DTYPES = [
@@ -25,7 +27,7 @@ def entry(name="x", shape=(4,), dtype=torch.float32, start=0, stop=16):
     return BucketEntry(name, shape, dtype, start, stop, stop - start)
 
 
-# flatten, unflatten
+# entries_of, flatten, layout_text, unflatten
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def entry(name="x", shape=(4,), dtype=torch.float32, start=0, stop=16):
     [torch.arange(8.0)[::2], torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.ones(3, 1).expand(3, 4)],
     ids=["strided", "transposed", "scalar", "expanded"],
 )
-def test_any_strides_become_contiguous_bytes(tensor):
+def test_b2_any_strides_become_contiguous_bytes(tensor):
     """Case B2."""
     flat, entries = flatten([("x", tensor)])
 
@@ -44,7 +46,7 @@ def test_any_strides_become_contiguous_bytes(tensor):
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
-def test_an_empty_tensor_is_refused_by_name(shape):
+def test_b2_an_empty_tensor_is_refused_by_name(shape):
     """Case B2."""
     with pytest.raises(ValueError, match="'void' is empty") as error:
         flatten([("x", torch.ones(2)), ("void", torch.ones(shape))])
@@ -57,7 +59,7 @@ def test_a_bucket_of_nothing_is_refused():
         flatten([])
 
 
-def test_a_16_bit_tensor_before_a_32_bit_one_reads_back_equal_and_aligned():
+def test_b3_a_16_bit_tensor_before_a_32_bit_one_reads_back_equal_and_aligned():
     """Case B3."""
     sent = [("a", torch.randn(3).bfloat16()), ("b", torch.randn(2))]
 
@@ -287,3 +289,63 @@ def test_a_bucket_is_a_uint8_tensor_of_one_dimension(flat):
 def test_metadata_is_a_list_of_entries(entries):
     with pytest.raises(RequestError, match="metadata is not a list of FlattenedTensorMetadata"):
         unflatten(torch.zeros(32, dtype=torch.uint8), entries)
+
+
+def test_a_layout_is_read_back_from_its_text():
+    flat, entries = flatten([("x", torch.arange(3.0)), ("y", torch.ones(2, 5, dtype=torch.bfloat16))])
+
+    text = layout_text(entries)
+
+    assert json.loads(text) == [["x", "float32", [3], 0, 12], ["y", "bfloat16", [2, 5], 16, 36]]
+    for (name, tensor), (known, other) in zip(unflatten(flat, entries_of(text)), unflatten(flat, entries), strict=True):
+        assert name == known
+        assert torch.equal(tensor, other)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "{",
+        "1",
+        "[1]",
+        '["abcde"]',
+        '[["x", "float32", [4], 0]]',
+        '[["x", "float32", [4], "0", 16]]',
+        "[" * 100_000,
+        '[["x", "float32", [4], 0, ' + "9" * 5000 + "]]",
+    ],
+    ids=lambda layout: layout[:24],
+)
+def test_a_layout_that_is_none_is_refused(layout):
+    with pytest.raises(RequestError, match="layout is not a JSON list"):
+        entries_of(layout)
+
+
+def test_what_is_wrong_with_the_entries_of_a_layout_is_named():
+    with pytest.raises(RequestError) as error:
+        entries_of('[["x", "float32", [4], 0, 15], ["y", "float12", [1], 16, 20], [3, "float32", [1], 0, 4]]')
+    assert [fault.split(":")[0] for fault in error.value.faults] == [
+        "metadata of 'x'",
+        "metadata of 'y'",
+        "metadata of entry 2",
+    ]
+
+
+def test_a_layout_that_is_not_text_is_refused():
+    with pytest.raises(RequestError, match="layout is a list, not JSON text"):
+        entries_of([])
+
+
+def test_what_a_layout_says_is_checked_as_metadata_is():
+    with pytest.raises(RequestError, match="outside the bucket of 8 bytes"):
+        unflatten(torch.zeros(8, dtype=torch.uint8), entries_of('[["x", "float32", [4], 0, 16]]'))
+
+
+def test_a_very_long_layout_is_read_and_not_kept():
+    rows = [[f"{index:0100000}", "float32", [1], 16 * index, 16 * index + 4] for index in range(50)]
+
+    entries = entries_of(json.dumps(rows))
+
+    assert [entry.start for entry in entries] == [row[3] for row in rows]
+    assert entries_of(json.dumps(rows)) is not entries

@@ -703,12 +703,12 @@ def test_a_commit_that_stops_half_way_can_be_reverted(monkeypatch, jobs_before_t
     )
 
     def merge_some(jobs, precision, scratch):
-        real_merge(jobs[:jobs_before_the_failure], precision, scratch)
+        real_begin(jobs[:jobs_before_the_failure], precision, scratch)()
         raise RuntimeError("the device is gone")
 
-    real_merge = kernels.merge
+    real_begin = kernels.begin
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "merge", merge_some)
+        patch.setattr(kernels, "begin", merge_some)
         with pytest.raises(RuntimeError, match="the device is gone"):
             engine.commit(plan)
 

@@ -15,6 +15,8 @@ from sgld_lora_merge.targets import LinearModule
 class Host:
     """Keeps weights apart from the module, as sglang's offload managers do; counts what is open."""
 
+    device = torch.device("cpu")
+
     def __init__(self, module):
         self.weights = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
         self.memory = torch.full((max(weight.numel() for weight in self.weights.values()),), torch.nan)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from sgld_lora_merge.bucket import flatten, unflatten
 from sgld_lora_merge.pairs import PAIR_DTYPES, _all_finite, _Half, layer_name, pair_up, parse_name
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -443,3 +444,39 @@ def test_the_quick_check_of_a_gpu_never_takes_a_bad_value_for_a_good_one(bad, dt
     assert _all_finite(halves)
     halves[2].tensor[4, 1] = bad
     assert not _all_finite(halves)
+
+
+def in_a_bucket(*tensors):
+    flat, entries = flatten([(str(index), tensor) for index, tensor in enumerate(tensors)])
+    return flat, [_Half(name, "", tensor) for name, tensor in unflatten(flat, entries)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_quick_check_sees_every_element_of_a_bucket(bad):
+    tensors = [torch.randn(3, 5), torch.randn(2, 7).bfloat16(), torch.randn(9, 1).bfloat16(), torch.randn(1, 3)]
+    for index, tensor in enumerate(tensors):
+        for element in range(tensor.numel()):
+            _, halves = in_a_bucket(*tensors)
+            assert _all_finite(halves)
+            halves[index].tensor.view(-1)[element] = bad
+            assert not _all_finite(halves)
+
+
+def test_the_quick_check_of_a_bucket_that_fills_its_gaps_with_anything_looks_at_the_tensors():
+    flat, halves = in_a_bucket(torch.randn(3), torch.randn(5))
+    flat[12:16] = 255
+
+    assert _all_finite(halves)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[::2], lambda x: x[:, ::2], lambda x: x.T, lambda x: x[1:3], lambda x: x.as_strided((2, 3), (9, 2))],
+)
+def test_the_quick_check_sees_every_element_of_a_view(view):
+    for element in range(view(torch.zeros(6, 4)).numel()):
+        base = torch.zeros(6, 4)
+        seen = view(base)
+        seen[divmod(element, seen.shape[1])] = math.nan
+        assert not _all_finite([_Half("x", "", seen)])
+        assert not _all_finite([_Half("x", "", seen), _Half("y", "", base[0])])

@@ -92,15 +92,16 @@ def python(script, *arguments, **options):
             max_size=4,
         ),
         min_size=1,
-    )
+    ),
+    st.booleans(),
 )
-def test_what_is_packed_is_read_back(modules):
+def test_what_is_packed_is_read_back(modules, compact):
     sent = {
         module: [(name, torch.randn(rows, columns).to(dtype)) for name, dtype, rows, columns in tensors]
         for module, tensors in modules.items()
     }
 
-    payload, buckets = pack(sent)
+    payload, buckets = pack(sent, compact=compact)
     read = read_back(payload, sent)
 
     assert len(buckets) == len(sent)

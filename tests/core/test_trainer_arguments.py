@@ -13,6 +13,7 @@ from sgld_lora_merge.trainer import (
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
     add_lora_arguments,
+    engine_config,
     engine_environment,
     select_weight_sync,
     validate_lora_arguments,
@@ -69,6 +70,11 @@ def test_flags_that_do_not_go_together_are_refused_all_at_once(flags, told, caps
 def test_the_engine_merges_as_the_trainer_computes(dtype, mode):
     args = parsed(*FULL, "--diffusion-forward-dtype", dtype)
     assert engine_environment(args) == {"SGLANG_DIFFUSION_LORA_MERGE_FP32": mode}
+
+
+def test_the_engine_is_told_the_target_modules():
+    assert engine_config(parsed(*FULL)) == {"lora_target_modules": ["to_q", "to_k"]}
+    assert engine_config(parsed()) == {}
 
 
 def test_the_flags_choose_the_strategy():

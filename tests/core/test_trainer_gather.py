@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 
 WORKER = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from sgld_lora_merge.trainer.gather import gather_ahead, whole
+from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.ranks import Ranks
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -22,7 +22,7 @@ mesh = init_device_mesh("cpu", (2,))
 full = [torch.arange(15.0).view(5, 3) + i for i in range(4)]  # five rows on two ranks: uneven shards
 placed = [distribute_tensor(t, mesh, [p]) for t, p in zip(full, (Shard(0), Shard(1), Replicate(), Shard(0)))]
 buckets = [[("a", placed[0]), ("b", placed[1])], [("c", placed[2])], [("d", placed[3])]]
-got = [tensor for bucket in gather_ahead(buckets) for _, tensor in bucket]
+got = [tensor for bucket in GatherAhead(buckets) for _, tensor in bucket]
 assert all(type(t) is torch.Tensor and torch.equal(t, f) for t, f in zip(got, full)), got
 assert torch.equal(whole(placed[3]), full[3])
 one = Ranks(2, 1)
@@ -45,7 +45,7 @@ def test_two_ranks_make_shards_whole_and_hear_each_other(tmp_path):
 def test_plain_tensors_pass():
     tensor = torch.ones(2)
     assert whole(torch.nn.Parameter(tensor)).data_ptr() == tensor.data_ptr()
-    assert list(gather_ahead([])) == []
+    assert list(GatherAhead([])) == []
 
 
 def test_a_gather_of_the_callers_own_is_begun_one_bucket_ahead_and_no_further():
@@ -56,6 +56,10 @@ def test_a_gather_of_the_callers_own_is_begun_one_bucket_ahead_and_no_further():
         return tensor * 10
 
     source = ([(i, torch.tensor(i))] for i in range(4))
-    for index, [(key, tensor)] in enumerate(gather_ahead(source, gather)):
+    ahead = GatherAhead(source, gather)
+    for index, [(key, tensor)] in enumerate(ahead):
         assert (key, int(tensor)) == (index, index * 10)
+        assert seen == list(range(index + 1))
+        ahead.begin()
+        ahead.begin()
         assert seen == list(range(min(index + 2, 4)))

@@ -23,7 +23,7 @@ LAYER = "transformer_blocks.0.attn.to_q"
         f"{LAYER}.lora_A.weight",
     ],
 )
-def test_wrappers_and_adapter_segments_are_stripped_wherever_they_stand(key):
+def test_n5_wrappers_and_adapter_segments_are_stripped_wherever_they_stand(key):
     mapper = PeftLoRAKeyMapper()
     assert mapper.is_lora_key(key)
     assert mapper.to_sgld_name(key) == f"{LAYER}.lora_A"
@@ -68,7 +68,7 @@ def test_refused_kinds_of_another_adapter_are_not_ours():
     assert collect_lora_layer_groups(state, PeftLoRAKeyMapper()) == ({}, [])
 
 
-def test_half_a_pair_and_two_keys_of_one_name_are_refused():
+def test_n4_two_keys_of_one_name_are_refused_and_so_is_half_a_pair():
     state = {"one.lora_A.weight": A, "two.lora_B.weight": B, "x.lora_A.default.weight": A, "x.lora_A.weight": A,
              "x.lora_B.weight": B}  # fmt: skip
     with pytest.raises(RequestError) as caught:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -41,8 +43,8 @@ class Layer(nn.Module):
 class Recorder:
     """An engine that accepts everything, until it is told to refuse."""
 
-    def __init__(self, *, refuse=None, opened=(), mode="merge"):
-        self.calls, self.refuse, self.opened, self.mode = [], refuse, opened, mode
+    def __init__(self, *, refuse=None, opened=(), mode="merge", answered=None):
+        self.calls, self.refuse, self.opened, self.mode, self.answered = [], refuse, opened, mode, answered
 
     def update(self, fields, file=None):
         self.calls.append(("update", dict(fields), file))
@@ -53,7 +55,7 @@ class Recorder:
     def ask(self, route, fields=None):
         self.calls.append((route, fields, None))
         if self.refuse == route:
-            raise SyncError(f"{route} answered 404")
+            raise SyncError(f"{route} answered {self.answered}", answered=self.answered)
         return self.answer()
 
     def answer(self):
@@ -73,6 +75,16 @@ def arguments(**changes):
 
 def model(**layers):
     return nn.ModuleDict({name: nn.ModuleDict({"to_q": layer}) for name, layer in layers.items()})
+
+
+def add(root, name, layer):
+    """Put a layer under a dotted name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(last, layer)
 
 
 def exported_now():
@@ -98,6 +110,18 @@ def test_the_fields_of_every_bucket_make_one_update():
     assert engine.of("update")[3][0]["update_id"] != sent[0]["update_id"]
 
 
+def test_a_sync_of_several_buckets_shows_its_progress_on_a_terminal(monkeypatch):
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    small = arguments(update_weight_buffer_size=1)
+    DiffusionUpdateWeightFromTensorLoRAIPC(small, model(a=Layer(), b=Layer()), Recorder()).update_weights()
+    assert "LoRA IPC weight sync v1" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+
+
 def test_the_buckets_of_all_modules_are_counted_together():
     engine = Recorder()
     modules = {"transformer": model(a=Layer()), "transformer_2": model(b=Layer())}
@@ -118,6 +142,30 @@ def test_what_is_wrong_with_any_module_is_told_before_anything_is_sent():
     assert engine.calls == []
 
 
+def test_n2_n3_every_layer_travels_under_the_trainers_own_name_whatever_an_engine_calls_it():
+    """Renaming, fusing and dropping are the engine's, in one place; the report counts what was sent."""
+    engine, names = Reading(), ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "norm_added_q")
+    trained = nn.Module()
+    for name in names:
+        add(trained, f"blocks.0.{name}", Layer())
+    report = DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert sorted(engine.weights) == sorted(f"blocks.0.{name}.lora_{side}" for name in names for side in "AB")
+    assert (report.layers, report.tensors) == (6, 12)
+
+
+def test_b2_a_transposed_matrix_travels_as_what_it_is_and_an_empty_one_is_refused_before_anything_is_sent():
+    engine, trained = Reading(), model(a=Layer())
+    layer = trained["a"]["to_q"]
+    layer.lora_A["default"].weight = nn.Parameter(torch.arange(32.0).view(8, 4).T)
+    DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert torch.equal(engine.weights["a.to_q.lora_A"], torch.arange(32.0).view(8, 4).T)
+    layer.lora_A["default"].weight = nn.Parameter(torch.zeros(0, 8))
+    sent = len(engine.calls)
+    with pytest.raises(RequestError, match=r"transformer: layers with an empty tensor .*ZeRO-3.*: a\.to_q"):
+        DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, engine).update_weights()
+    assert len(engine.calls) == sent
+
+
 def test_trained_biases_are_refused():
     trained = model(a=Layer())
     trained.peft_config = {"default": argparse.Namespace(bias="lora_only")}
@@ -125,11 +173,58 @@ def test_trained_biases_are_refused():
         DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), trained, Recorder()).update_weights()
 
 
-def test_an_engine_without_the_plugin_is_not_sent_fields_that_it_would_ignore():
-    engine = Recorder(refuse="/lora_merge/status")
-    with pytest.raises(SyncError, match="is sgld-lora-merge installed"):
+def test_an_engine_that_is_not_well_is_not_sent_anything():
+    engine = Recorder(refuse="/lora_merge/status", answered=503)
+    with pytest.raises(SyncError, match=r"is the engine well\? /lora_merge/status answered 503"):
         DiffusionUpdateWeightFromTensorLoRAIPC(arguments(), model(a=Layer()), engine).update_weights()
     assert engine.of("update") == []
+
+
+STOCK_FIELDS = {"serialized_named_tensors", "payload_gpu_uuids", "load_format", "target_modules", "weight_update_mode",
+                "lora_alpha", "lora_rank"}  # fmt: skip
+
+
+def stock(refuse="/lora_merge/status"):
+    return Recorder(refuse=refuse, answered=404)
+
+
+def test_an_engine_without_the_plugin_is_sent_what_it_knows_and_the_trainer_is_warned_once(caplog):
+    engine = stock()
+    small = arguments(update_weight_buffer_size=1)
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(small, model(a=Layer(), b=Layer()), engine)
+    assert [sync.update_weights().version for _ in range(2)] == [1, 2]
+    assert [set(fields) for fields, _ in engine.of("update")] == [STOCK_FIELDS] * 4
+    [warned] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "an engine has no sgld-lora-merge" in warned.message
+    assert len(engine.of("/lora_merge/status")) == 1
+
+
+def test_what_an_engine_without_the_plugin_cannot_do_is_refused_before_anything_is_sent():
+    engine, scaled = stock(), model(a=Layer(), b=Layer(scale=3.0))
+    for strategy, trained, verify, told in (
+        (DiffusionUpdateWeightFromTensorLoRAIPC, scaled, False, r"scale is not 6\.0 / 4 cannot be sent: b\.to_q"),
+        (DiffusionUpdateWeightFromTensorLoRAIPC, model(a=Layer()), True, "no sgld-lora-merge: verify=True asks"),
+        (DiffusionUpdateWeightFromTensor, nn.Linear(4, 2), True, "no sgld-lora-merge: verify=True asks"),
+        (DiffusionUpdateWeightLoRAUpload, model(a=Layer()), False, "no sgld-lora-merge: uploads are a route of its"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            strategy(arguments(), trained, engine, verify=verify).update_weights()
+    assert engine.of("update") == []
+
+
+def test_a_lora_sync_that_fails_on_an_engine_without_the_plugin_says_how_far_it_came():
+    class Second(Recorder):
+        def update(self, fields, file=None):
+            self.refuse = "full" if self.of("update") else self.refuse
+            return super().update(fields, file)
+
+    engine = Second(refuse="/lora_merge/status", answered=404)
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(
+        arguments(update_weight_buffer_size=1), model(a=Layer(), b=Layer(), c=Layer()), engine
+    )
+    with pytest.raises(SyncError, match="1 of 3 buckets are live on the engines before this one failed: full"):
+        sync.update_weights()
+    assert engine.of("/lora_merge/abort") == []
 
 
 @pytest.mark.parametrize("opened", [[False], [True], []])
@@ -142,6 +237,23 @@ def test_i7_an_export_that_the_engine_has_not_opened_is_taken_back(opened):
     assert engine.of("/lora_merge/abort") == []  # nothing was staged
     assert len(exported_now()) - before == (0 if opened == [False] else 1)
     assert sync.version == 0
+
+
+def test_i7_an_export_is_taken_back_when_the_next_bucket_cannot_be_gathered():
+    def gather(tensor):
+        if len(engine.calls) > 1:  # its status, and one bucket
+            raise RuntimeError("a rank is gone")
+        return tensor
+
+    engine, before = Recorder(), len(exported_now())
+    trained = model(a=Layer(), b=Layer(), c=Layer())
+    sync = DiffusionUpdateWeightFromTensorLoRAIPC(
+        arguments(update_weight_buffer_size=1), trained, engine, gather=gather
+    )
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        sync.update_weights()
+    assert len(engine.of("update")) == 1
+    assert len(exported_now()) - before == 1  # that of the bucket which the engine took, and here nobody opens
 
 
 def test_an_update_of_which_one_bucket_is_refused_is_aborted():
@@ -237,6 +349,26 @@ class Reading(Recorder):
         return answer
 
 
+@pytest.mark.parametrize("strategy", [DiffusionUpdateWeightFromTensorLoRAIPC, DiffusionUpdateWeightFromTensorLoRA])
+def test_while_a_bucket_is_sent_only_the_next_one_is_whole(strategy):
+    """Beside the export that is two buckets in memory; the same while a bucket is being exported."""
+    alive, seen = weakref.WeakSet(), []
+
+    def gather(tensor):
+        alive.add(copy := tensor.clone())
+        return copy
+
+    class Counting(Recorder):
+        def update(self, fields, file=None):
+            seen.append(len(alive))
+            return super().update(fields, file)
+
+    trained = model(**{name: Layer() for name in "abcd"})
+    strategy(arguments(update_weight_buffer_size=1), trained, Counting(), gather=gather).update_weights()
+    each = 2 if strategy is DiffusionUpdateWeightFromTensorLoRAIPC else 3
+    assert seen == [each, each, each, 0]
+
+
 def test_merged_weights_travel_under_the_names_of_the_checkpoint():
     engine, trained = Reading(), model(a=Layer(scale=0.7071), b=Layer())
     trained["norm"] = nn.LayerNorm(8)
@@ -267,6 +399,20 @@ def test_base_weights_travel_as_they_are_and_a_model_with_lora_is_refused():
             DiffusionUpdateWeightFromTensor(arguments(), wrong, engine).update_weights()
 
 
+def test_a_wrapper_may_stand_in_the_names_of_parameters_and_not_in_the_keys_of_the_state_dict():
+    """As FSDP1 has it."""
+
+    def unwrap(module, state, prefix, metadata):
+        for key in list(state):
+            state[key.replace("_fsdp_wrapped_module.", "")] = state.pop(key)
+
+    engine, sharded = Reading(), nn.Module()
+    sharded._fsdp_wrapped_module = nn.Linear(4, 2)
+    sharded.register_state_dict_post_hook(unwrap)
+    DiffusionUpdateWeightFromTensor(arguments(), sharded, engine).update_weights()
+    assert sorted(engine.weights) == ["bias", "weight"]
+
+
 def test_a_pair_whose_scale_nobody_knows_is_not_merged():
     trained = model(a=Layer())
     trained["a"]["to_q"].scaling = {}
@@ -285,9 +431,23 @@ def test_i3_expandable_segments_are_off_while_an_export_is_allocated(monkeypatch
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "a:1,expandable_segments:True")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     with trainer_memory.exportable_memory(torch.device("cuda", 0)):
-        assert told == ["expandable_segments:False"]
+        assert told == ["a:1,expandable_segments:False"]  # torch resets what it is not told
     assert told[1:] == ["a:1,expandable_segments:True"]
     with trainer_memory.exportable_memory(torch.device("cpu")):
+        assert len(told) == 2
+
+
+def test_i3_a_torch_that_does_not_tell_its_settings_has_those_of_the_environment(monkeypatch):
+    told = []
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
+    with trainer_memory.exportable_memory(torch.device("cuda", 0)):
+        assert told == ["expandable_segments: False"]
+    assert told[1:] == ["expandable_segments: True"]
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    with trainer_memory.exportable_memory(torch.device("cuda", 0)):
         assert len(told) == 2
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 
+from sgld_lora_merge.base_store import StorePolicy, memory_of
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.kernels import MergeJob, Term, merge, scratch_for
 from sgld_lora_merge.pairs import Pair
@@ -139,3 +141,97 @@ def test_an_overflow_is_counted_and_undone():
     assert engine.commit(plan)["m"].non_finite == 64 * 64
     engine.revert(plan)
     assert torch.equal(model[0].weight, before)
+
+
+def transformer(dtype, width=512):
+    """Layers of several shapes, more of one than are streamed at a time when ``width`` is large."""
+    shapes = [(width, width)] * 5 + [(4 * width, width)] * 2 + [(72, 40)]
+    model = torch.nn.ModuleList(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes)
+    return model.to("cuda", dtype).requires_grad_(False)
+
+
+def adapter_of(model, rank, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        Pair(
+            str(index),
+            torch.randn(rank, layer.in_features, device="cuda", generator=generator),
+            torch.randn(layer.out_features, rank, device="cuda", generator=generator) * 0.01,
+            1.5,
+        )
+        for index, layer in enumerate(model)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rank", [16, 3], ids=["kernel", "eager in fp16 mode"])
+@pytest.mark.parametrize("precision", Precision)
+def test_base_weights_on_the_host_give_the_bytes_of_those_on_the_device(precision, rank, dtype):
+    models = [transformer(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    base = [layer.weight.detach().clone() for layer in models[0]]
+    engines = [
+        MergeEngine(lambda model=model: {"m": LinearModule(model)}, precision, StorePolicy(choice))
+        for model, choice in zip(models, ("device", "host"), strict=True)
+    ]
+
+    def both_are(expected):
+        assert all(torch.equal(layer.weight, w) for model in models for layer, w in zip(model, expected, strict=True))
+
+    losses = []
+    for seed in (1, 2):
+        for engine in engines:
+            plan = engine.plan([ModuleUpdate("m", adapter_of(models[0], rank, seed), whole=True)])
+            losses.append(engine.commit(plan)["m"])
+            engine.settle(plan, str(seed))
+        both_are([layer.weight for layer in models[0]])
+        assert losses[-1].lost_sq == pytest.approx(losses[-2].lost_sq)
+        assert losses[-1].update_sq == pytest.approx(losses[-2].update_sq)
+    assert [engine.state("m").store.kind for engine in engines] == ["device", "host"]
+    second = [layer.weight.detach().clone() for layer in models[0]]
+    for engine in engines:
+        plan = engine.plan([ModuleUpdate("m", adapter_of(models[0], rank, 3), whole=True)])
+        engine.commit(plan)
+        engine.revert(plan)
+    both_are(second)
+    for engine in engines:
+        plan = engine.plan_reset(["m"])
+        engine.commit(plan)
+        engine.settle(plan, None)
+    both_are(base)
+
+
+def test_base_weights_on_the_host_take_no_device_memory_and_go_when_they_are_forgotten():
+    model = transformer(torch.bfloat16, 4096)
+    nbytes = sum(layer.weight.nbytes for layer in model)
+    base = [layer.weight.detach().clone() for layer in model]
+    engine = MergeEngine(lambda: {"m": LinearModule(model)}, Precision.FP32, StorePolicy("host"))
+    pairs = adapter_of(model, 16, 1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan = engine.plan([ModuleUpdate("m", pairs)])
+    engine.commit(plan)
+    engine.settle(plan, "1")
+    assert torch.cuda.max_memory_allocated() - before < nbytes / 8
+    assert engine.state("m").store.nbytes == nbytes
+    assert all(engine.base("m", target).is_pinned() for target in plan.modules[0].merged)
+    for layer, w0, pair in zip(model, base, pairs, strict=True):
+        exact = w0.double() + 1.5 * (pair.b.double() @ pair.a.double())
+        assert (layer.weight != exact.to(torch.bfloat16)).float().mean() < 1e-4
+    engine.restore("m")
+    engine.forget("m")
+    del plan
+    assert all(torch.equal(layer.weight, w0) for layer, w0 in zip(model, base, strict=True))
+
+
+def test_auto_looks_at_what_is_free():
+    model = transformer(torch.bfloat16)
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = memory_of(device)
+    assert 0 < memory.free <= memory.total == torch.cuda.get_device_properties(device).total_memory
+    for reserve, kind in ((0, "device"), (memory.total, "host")):
+        engine = MergeEngine(lambda: {"m": LinearModule(model)}, Precision.FP32, StorePolicy("auto", reserve))
+        plan = engine.plan([ModuleUpdate("m", adapter_of(model, 16, 1))])
+        engine.settle(plan, "1")
+        assert engine.state("m").store.kind == kind
+        assert "GiB are free on the device" in engine.state("m").store.reason

@@ -27,6 +27,7 @@ STATES = {
         "1",
     ),
     "dynamic": (*RESIDENT, "--lora-merge-mode", "dynamic"),
+    "base weights on the host": RESIDENT,
 }
 
 
@@ -34,10 +35,12 @@ STATES = {
 def engine(request, tmp_path_factory):
     checkpoint = checkpoints.zimage(tmp_path_factory.mktemp("zimage"))
     folder = tmp_path_factory.mktemp("server")
-    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "1"}
+    store = "host" if request.param == "base weights on the host" else "auto"
+    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "1", "SGLD_LORA_BASE_STORE": store}
     with server.running(checkpoint, "Z-Image", folder, arguments=STATES[request.param], env=env) as running:
         engine = GpuEngine(running, checkpoint)
         engine.mode = "dynamic" if request.param == "dynamic" else "merge"
+        engine.store = {"resident": "device", "dynamic": None}.get(request.param, "host")
         yield engine
 
 
@@ -71,6 +74,9 @@ def test_update_rollback_and_reset(engine):
         assert answer.json()["merge_mode"] == engine.mode
         verified(engine, adapter)
         assert (checksum(engine) == base) == (engine.mode == "dynamic")
+    module = status(engine)["modules"]["transformer"]
+    assert module["base_store"] == engine.store
+    assert module["base_store_reason"] is None or engine.store is not None
     assert engine.server.post("/lora_merge/rollback").status_code == 200
     verified(engine, first)
     assert engine.server.post("/lora_merge/reset").status_code == 200

@@ -20,7 +20,8 @@ from safetensors.torch import save
 
 from sgld_lora_merge.trainer import RayTransport, RolloutManager, SyncError, select_weight_sync
 from support import lora, server
-from tests.server.test_trainer_sync import arguments, peft_model, sent, stepped
+from tests.server.test_trainer_sync import IPC, UPLOAD, peft_model, sent, stepped
+from tests.server.trainers import arguments
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -57,20 +58,18 @@ class Engines:
             for engine in self.manager.engines
         ]
 
-    def checksums(self):
-        body = {"module_names": ["transformer"]}
-        return {httpx.post(f"{engine.url}/get_weights_checksum", json=body).json()["transformer"]
-                for engine in self.manager.engines}  # fmt: skip
-
-    def hold(self, adapter, scale=1.5):
-        """Every engine's own checker agrees, and their checksums are equal."""
-        merged = lora.merged(self.targets, adapter, scale, lora.merge_fp16)
+    def hold(self, adapter, engines=None):
+        """Every engine's own checker agrees, and the checksums of all weights are equal."""
+        merged = lora.merged(self.targets, adapter, 1.5, lora.merge_fp16)
         expected = lora.checksums(lora.engine_zimage(merged))
         body = {"target_module": "transformer", "expected_named_tensors_sha256": expected}
-        for engine in self.manager.engines:
+        checksums = set()
+        for engine in engines or self.manager.engines:
             answer = httpx.post(f"{engine.url}/update_weights_from_tensor_checker", json=body)
             assert answer.status_code == 200, (engine.name, answer.text)
-        assert len(self.checksums()) == 1
+            answer = httpx.post(f"{engine.url}/get_weights_checksum", json={"module_names": ["transformer"]})
+            checksums.add(answer.json()["transformer"])
+        assert len(checksums) == 1
 
     def wait_until_healthy(self, caplog, count):
         """The log has said so many times that an engine is healthy."""
@@ -86,7 +85,7 @@ def engines_on_ray(checkpoint, folder, count, **kwargs):
     environment = {name: value for name, value in server.environment().items() if name in names}
     idle = () if server.before_0_5_23() else ("--sleep-on-idle",)
     with RolloutManager(
-        arguments("--lora-upload-weight-sync"),
+        arguments("--use-lora", *UPLOAD),
         ["--model-path", str(checkpoint), "--model-id", "Z-Image", "--backend", "sglang", "--warmup-mode", "off",
          *idle],
         engines=count, folder=folder, gpus_per_engine=0, merge_mode="auto", environment=environment, look_every=1,
@@ -119,7 +118,7 @@ def two(cluster, zimage_checkpoint, tmp_path_factory, router):
 
 def test_a_strategy_takes_the_manager_for_its_engine_and_every_engine_is_verified(two):
     model = peft_model(two)
-    args = arguments("--lora-upload-weight-sync")
+    args = arguments("--use-lora", *UPLOAD)
     sync = select_weight_sync(args)(args, model, two.manager, verify=True)
     assert sync.update_weights().version == 1
     stepped(model)
@@ -133,7 +132,7 @@ def test_updates_go_through_an_actor_and_other_weights_are_noticed_and_brought_b
     two.push(10)
     transport = RayTransport(two.manager.engines[1].actor)
     model = peft_model(two)
-    args = arguments("--lora-ipc-weight-sync", "--colocate")
+    args = arguments("--use-lora", *IPC)
     with caplog.at_level(logging.INFO, LOG):
         report = select_weight_sync(args)(args, model, transport, verify=True).update_weights()
         assert report.answer["weight_version"] == "1"
@@ -148,7 +147,7 @@ def test_updates_by_handles_are_kept_as_a_file(two):
     """Each engine by its own strategy, as from ranks of its own."""
     two.push(11)
     model = peft_model(two)
-    args = arguments("--lora-ipc-weight-sync", "--colocate")
+    args = arguments("--use-lora", *IPC)
     named = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
     with two.manager.by_handles() as keep:
         for engine in two.manager.engines:
@@ -174,15 +173,32 @@ def test_what_an_engine_refuses_no_engine_has(two):
     two.hold(two.adapter(20))
 
 
-def test_an_engine_that_is_killed_is_back_on_the_live_version_before_the_router_has_it(two, router, caplog):
-    """It is the next update that finds out, or the look before it; either way the update waits and is not lost."""
+class KilledOnceStaged:
+    """Kills its engine at the worst moment: after it has staged an update, before it commits."""
+
+    def __init__(self, engine):
+        self.engine, self.update_it, self.ask = engine, engine.transport.update, engine.transport.ask
+
+    def update(self, fields, file=None):
+        answer = self.update_it(fields, file)
+        os.kill(self.engine.pid, signal.SIGKILL)
+        return answer
+
+
+def test_an_engine_that_is_killed_between_stage_and_commit_leaves_no_half_of_an_update(two, router, caplog):
+    """The other engine goes back, the next try waits until the dead one is back, and the router until it is live."""
     two.push(30)
-    killed = two.manager.engines[0]
+    killed, other = two.manager.engines
+    killed.transport = KilledOnceStaged(killed)
     old = killed.url
-    assert sorted(router.urls) == sorted(engine.url for engine in two.manager.engines)
     with caplog.at_level(logging.INFO, LOG):
-        os.kill(killed.pid, signal.SIGKILL)
-        two.push(31)
+        with pytest.raises(
+            SyncError, match=r"^engine 0 did not commit .*: all others serve transformer at '30' as before"
+        ):
+            two.push(31)
+        two.hold(two.adapter(30), [other])
+        assert router.urls == [other.url]
+        two.push(31, attempt=1)
     assert two.versions() == ["31", "31"]
     two.hold(two.adapter(31))
     assert re.search(r"engine 0 is healthy, transformer at '30': stop .* s, start .* s, adapter .* s", caplog.text)
@@ -193,7 +209,7 @@ def test_an_engine_that_is_killed_is_back_on_the_live_version_before_the_router_
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_updates_while_an_engine_is_killed_every_ten(cluster, zimage_checkpoint, tmp_path, caplog, capsys):
-    """At a random moment of a random update of each ten; the trainer sends again what has failed."""
+    """At a random moment of a random one of each ten; what has failed is sent again, as a trainer would."""
     chance = random.Random(7)
     kills = []
 
@@ -203,11 +219,12 @@ def test_fifty_updates_while_an_engine_is_killed_every_ten(cluster, zimage_check
 
     with engines_on_ray(zimage_checkpoint, tmp_path, 3) as three, caplog.at_level(logging.INFO, LOG):
         caplog.clear()
-        failed = []
+        failed, took = [], 0.3
         for version in range(1, 51):
             if version % 10 == 1:
                 doomed = version + chance.randrange(10)
-            timer = threading.Timer(chance.uniform(0, 0.4), kill, [chance.choice(three.manager.engines)])
+            timer = threading.Timer(chance.uniform(0, took), kill, [chance.choice(three.manager.engines)])
+            begun = time.perf_counter()
             if version == doomed:
                 timer.start()
             for attempt in range(4):
@@ -218,6 +235,8 @@ def test_fifty_updates_while_an_engine_is_killed_every_ten(cluster, zimage_check
                     failed.append((version, str(error).partition(". ")[0]))
             if version == doomed:
                 timer.join()
+            else:
+                took = time.perf_counter() - begun
             assert three.manager.versions == {"transformer": str(version)}
         three.manager.heal()
         assert three.versions() == ["50"] * 3

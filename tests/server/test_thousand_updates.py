@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_n3_a_thousand_updates_leave_no_drift_and_no_memory(zimage):
+def test_m1_a_thousand_updates_leave_no_drift_and_no_memory(zimage):
     """A fresh B each time; then the first pair again gives the first bytes, and the last 900 updates took no memory."""
     first = zimage.adapter(seed=0)
     zimage.update(first)

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.trainer import (
-    HttpTransport,
-    SyncError,
-    UploadTransport,
-    add_lora_arguments,
-    select_weight_sync,
-    validate_lora_arguments,
-)
+from sgld_lora_merge.trainer import HttpTransport, SyncError, UploadTransport, select_weight_sync
 from support import lora as support_lora
+from support import training
+from tests.server.trainers import arguments
 
 IPC = ["--lora-ipc-weight-sync", "--colocate"]
 UPLOAD = ["--lora-upload-weight-sync"]
-TARGETS = r"layers\..*\.(to_q|to_k|to_v|to_out\.0|w1|w2|w3)"
-
-
-def arguments(*flags, lora=True):
-    parser = argparse.ArgumentParser()
-    add_lora_arguments(parser)
-    given = [
-        *(["--use-lora"] if lora else []),
-        "--model-family",
-        "zimage",
-        "--lora-rank",
-        "4",
-        "--lora-alpha",
-        "6",
-        *flags,
-    ]
-    return validate_lora_arguments(parser.parse_args(given))
+ROOT = Path(__file__).parents[2]
 
 
 def peft_model(engine, **config):
     """PEFT on the checkpoint that the engine serves."""
-    import diffusers
-    import peft
-
-    diffusers.utils.logging.set_verbosity_error()
-    torch.manual_seed(1)
-    which = diffusers.SD3Transformer2DModel if "sd3" in str(engine.checkpoint) else diffusers.ZImageTransformer2DModel
-    base = which.from_pretrained(engine.checkpoint / "transformer", torch_dtype=torch.bfloat16)
-    model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": TARGETS, **config}))
-    return stepped(model)
+    return stepped(training.with_lora(training.transformer(engine.checkpoint), **config))
 
 
 def stepped(model):
@@ -66,7 +37,7 @@ def stepped(model):
 
 
 def strategy(engine, model, *flags, transport=None, lora=True, **kwargs):
-    args = arguments(*flags, lora=lora)
+    args = arguments(*(["--use-lora"] if lora else []), *flags)
     url = str(engine.server.client.base_url)
     transport = transport or (UploadTransport(url) if "--lora-upload-weight-sync" in flags else HttpTransport(url))
     return select_weight_sync(args)(args, model, [transport], **{"verify": True, **kwargs})
@@ -77,6 +48,13 @@ def sent(state):
     named = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items() if "lora_" in name}
     layers = sorted({name.partition(".lora_")[0] for name in named})
     return {layer: tuple(named[f"{layer}.lora_{side}.default.weight"] for side in "AB") for layer in layers}
+
+
+def restore(engine):
+    """The checkpoint's weights as the engine's base again."""
+    named = list(support_lora.base_weights(engine.checkpoint).items())
+    answer = engine.update(named, weight_update_mode=None, lora_alpha=None, lora_rank=None)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("flags", [IPC, UPLOAD], ids=["ipc", "upload"])
@@ -115,7 +93,7 @@ def test_s2_s3_rslora_and_patterns_travel_as_layer_scaling(zimage, flags):
 
 @pytest.mark.parametrize("flags", [IPC, UPLOAD], ids=["ipc", "upload"])
 def test_fp16_mode_is_verified_by_checksum(sd3, flags):
-    model = peft_model(sd3, target_modules=["to_q", "add_v_proj", "to_out.0"])
+    model = peft_model(sd3)
     report = strategy(sd3, model, *flags).update_weights()
     assert report.answer["merge_precision"] == "fp16"
     sd3.holds(sd3.expect(sent(model.state_dict())))
@@ -128,6 +106,29 @@ def test_a_trainer_whose_base_differs_knows_it_after_its_first_sync(zimage):
         layer.weight[3, 3] += 0.5
     with pytest.raises(SyncError, match=r"transformer\.layers\.1\.attention\.to_k"):
         strategy(zimage, model, *IPC).update_weights()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_init_that_changed_the_base_is_for_an_engine_that_serves_the_changed_one(zimage, init):
+    model, before = (
+        training.with_lora(training.transformer(zimage.checkpoint), init_lora_weights=init),
+        zimage.checksum(),
+    )
+    sync = strategy(zimage, model, *IPC, verify=False)
+    told = rf"init_lora_weights='{init}' changed the base weights.*Nothing was sent.*14 of 14 layers are not what"
+    with pytest.raises(SyncError, match=told):
+        sync.update_weights()
+    assert zimage.checksum() == before
+    state = {name.removeprefix("base_model.model."): each for name, each in model.state_dict().items()}
+    moved = {layer: state[f"{layer}.base_layer.weight"] for layer in zimage.targets}
+    try:
+        named = [(f"{layer}.weight", weight) for layer, weight in moved.items()]
+        assert zimage.update(named, weight_update_mode=None, lora_alpha=None, lora_rank=None).status_code == 200
+        assert sync.update_weights().version == 1
+        merged = support_lora.merged(moved, sent(model.state_dict()), 1.5, zimage.merge)
+        zimage.holds(support_lora.checksums(zimage.to_engine(merged)))
+    finally:
+        restore(zimage)
 
 
 def test_a_live_weight_that_somebody_else_changed_is_named(zimage):
@@ -233,19 +234,18 @@ def test_full_weights_and_weights_that_the_trainer_merged_are_the_new_base(zimag
         full = zimage.targets | {layer: zimage.targets[layer] + 1}
         zimage.holds(support_lora.checksums(zimage.to_engine(full)))
     finally:
-        named = [(f"{layer}.weight", weight) for layer, weight in zimage.targets.items()]
-        zimage.update(named, weight_update_mode=None, lora_alpha=None, lora_rank=None)
+        restore(zimage)
 
 
-def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
+@pytest.mark.parametrize("example", ["colocated_fsdp2", "colocated_fsdp1"])
+def test_two_sharded_ranks_sync_to_the_two_workers_beside_them(tp2, tmp_path, example):
     file = tmp_path / "sent.safetensors"
-    command = [sys.executable, "-m", "examples.colocated_fsdp2", "--engine", str(tp2.server.client.base_url),
+    command = [sys.executable, "-m", f"examples.{example}", "--engine", str(tp2.server.client.base_url),
                "--checkpoint", str(tp2.checkpoint), "--save", str(file),
                "--update-weight-buffer-size", "4096"]  # fmt: skip
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     log = tmp_path / "log"
     with log.open("wb") as out:  # no pipe: torch's manager of shared memory keeps it open as long as the engine lives
-        ran = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=240, cwd=root, check=False)
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=240, cwd=ROOT, check=False)
     assert ran.returncode == 0, log.read_text()
     assert "version 1 is live and verified: 14 layers" in log.read_text()
     adapter = sent(load_file(file))
@@ -257,3 +257,27 @@ def test_two_ranks_of_fsdp2_sync_to_the_two_workers_beside_them(tp2, tmp_path):
         True,
         14,
     )  # the stock checker does not know shards of fused layers
+
+
+@pytest.mark.parametrize(("fixture", "gpus_per_engine"), [("sd3", 1), ("tp2", 2)])
+def test_two_ranks_train_a_step_and_sync_by_each_strategy_and_every_weight_is_right(
+    fixture, gpus_per_engine, request, tmp_path
+):
+    """SD3 with one worker in fp16 mode, Z-Image with two in fp32 mode."""
+    engine = request.getfixturevalue(fixture)
+    url = str(engine.server.client.base_url)
+    given = [str(tmp_path / "meet"), url, str(engine.checkpoint), str(gpus_per_engine)]
+    try:
+        ranks = []
+        for rank in range(2):
+            with (tmp_path / f"log{rank}").open("wb") as out:
+                command = [sys.executable, "-m", "tests.server.two_ranks", str(rank), *given]
+                ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT))
+        codes = [rank.wait(240) for rank in ranks]
+        logs = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
+        assert codes == [0, 0], "\n".join(logs)
+        layers = len(engine.targets)
+        for name in ("LoRA IPC", "LoRA upload", "Merged", "Full"):
+            assert f"{name}: {layers} layers are right" in logs[0]
+    finally:
+        restore(engine)
