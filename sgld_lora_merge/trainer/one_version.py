@@ -49,7 +49,7 @@ class Engine(Protocol):
 
 
 class Router(Protocol):
-    """What sends generations to the engines. Both may be called for an engine that is in that state already."""
+    """What sends generations to the engines."""
 
     def add(self, url: str) -> None:
         """Send generations there."""

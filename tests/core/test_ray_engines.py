@@ -112,6 +112,19 @@ def test_when_one_engine_does_not_start_its_log_is_told_and_none_is_left(cluster
     assert started == []
 
 
+def test_without_ray_the_trainers_side_works_and_what_needs_it_says_so(monkeypatch):
+    import sgld_lora_merge.trainer as trainer
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("ray_transport", "ray_engine", "rollout"):
+        monkeypatch.delitem(sys.modules, f"{trainer.__name__}.{name}", raising=False)
+    for name in ("RayTransport", "RolloutManager"):
+        with pytest.raises(ImportError, match=rf"{name} needs Ray: pip install 'sgld-lora-merge\[ray\]'"):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match="no attribute 'Rollout'"):
+        _ = trainer.Rollout
+
+
 def test_an_actor_of_somebody_elses_is_told_what_it_lacks_and_what_it_said():
     @ray.remote
     class Theirs:

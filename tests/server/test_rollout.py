@@ -139,6 +139,9 @@ def test_updates_go_through_an_actor_and_other_weights_are_noticed_and_brought_b
         two.wait_until_healthy(caplog, 1)
     assert "engine 1: it serves transformer at '1', the last live version is transformer at '10'" in caplog.text
     two.hold(two.adapter(10))
+    fields = {"update_id": "through the actor", "weight_version": "10", "lora_alpha": 6}
+    assert transport.update(fields, save(dict(lora.named(two.adapter(12)))))["weight_version"] == "10"
+    two.hold(two.adapter(12), two.manager.engines[1:])
     with pytest.raises(SyncError, match=r"400: .*needs an update_id"):
         transport.update({"serialized_named_tensors": [], "weight_update_mode": "lora_merge", "commit": False})
 
