@@ -29,7 +29,10 @@ class _Layer:
     samples: list[tuple[int, int, float, float]]
 
     def pieces(self) -> list[Piece]:
-        return [Piece(target, self.rows(target).cpu()) for target in self.landing.targets]
+        return [Piece(target, self.rows(target)) for target in self.landing.targets]
+
+    def pieces_on_host(self) -> list[Piece]:
+        return [Piece(piece.target, piece.rows.cpu()) for piece in self.pieces()]
 
 
 def verify(
@@ -56,7 +59,7 @@ def verify(
     mismatched = []
     for layer in layers:
         if layer.checksum is not None:
-            pieces = [piece for rank in hear(layer.pieces()) for piece in rank]
+            pieces = [piece for rank in hear(layer.pieces_on_host()) for piece in rank]
             if first and sha256(assemble(layer.landing, pieces)) != layer.checksum:
                 mismatched.append(layer.name)
     by_rank = hear([sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers])

@@ -120,7 +120,7 @@ class ModulePlan:
     scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
     outline: Outline | None = None
     copies: Sequence[Copy] = ()
-    addresses: Mapping[str, int] = field(default_factory=dict)
+    addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -370,8 +370,8 @@ class MergeEngine:
         spare, live = plans[0], plans[-1]
         if spare.outline != _outline(update) or live.outline != spare.outline or live.addresses != spare.addresses:
             return None
-        same = all(view.weight(name).data_ptr() == address for name, address in spare.addresses.items())
-        return spare if same and view.offloaded(spare.addresses.keys()) is None else None
+        same = all(_address(view.weight(name)) == address for name, address in spare.addresses.items())
+        return spare if same else None
 
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
         """With all that its commit and its undoing need but the scratch."""
@@ -394,13 +394,13 @@ class MergeEngine:
             offloaded=offloaded,
         )
         if plan.offloaded is not None:
-            return plan
+            return replace(plan, outline=None)
         places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
         plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
         copies = [copy for _, made in kept.values() for copy in made]
         if not _may_be_refilled(plan, copies):
             return replace(plan, outline=None)
-        return replace(plan, copies=copies, addresses={name: weight.data_ptr() for name, weight in weights.items()})
+        return replace(plan, copies=copies, addresses={name: _address(weight) for name, weight in weights.items()})
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
@@ -583,6 +583,10 @@ def _outline(update: ModuleUpdate) -> Outline:
     """All of an update but its values."""
     pairs = [(p.layer, p.a.shape, p.b.shape, p.a.dtype, p.b.dtype, p.scale, p.kernel) for p in update.pairs]
     return (update.adapter, *pairs)
+
+
+def _address(weight: torch.Tensor) -> tuple[torch.device, int]:
+    return weight.device, weight.data_ptr()
 
 
 def _may_be_refilled(plan: ModulePlan, copies: Sequence[Copy]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,9 +134,65 @@ def pair_up(
         layer_scaling: layer prefix -> the whole scale of that layer, in place of any alpha / rank.
         alpha_required: a layer whose alpha nothing says is a fault, instead of alpha = rank.
     """
-    faults: list[str] = []
-    halves, alphas = _group(named_tensors, faults)
+    named = list(named_tensors)
     scales = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
+    form = _form(named, alpha, rank, scales, alpha_required)
+    remembered = _remembered.get(form)
+    if remembered is not None:
+        pairs = [Pair(r.layer, named[r.a][1], named[r.b][1], r.scale) for r in remembered]
+        return Pairing(tuple(pairs), tuple(_non_finite([_Half(name, "", tensor) for name, tensor in named])))
+    pairing, halves = _pair_up(named, alpha, rank, scales, alpha_required)
+    if not pairing.faults and len(halves) == len(named) and not any(pair.kernel for pair in pairing.pairs):
+        _remember(form, named, pairing.pairs)
+    return Pairing(pairing.pairs, tuple(dict.fromkeys((*pairing.faults, *_non_finite(halves)))))
+
+
+class _Remembered(NamedTuple):
+    """A pair of a request of some form: where its sides stand among the tensors, and its scale."""
+
+    layer: str
+    a: int
+    b: int
+    scale: float
+
+
+# Every update of a run has the same names, shapes and scales; what was found of them holds for the next one.
+_remembered: dict[Hashable, list[_Remembered]] = {}
+REMEMBERED_FORMS = 8
+
+
+def _form(
+    named: Sequence[tuple[str, torch.Tensor]],
+    alpha: float | None,
+    rank: int | None,
+    scales: Mapping[str, float],
+    alpha_required: bool,
+) -> Hashable:
+    """All of a request but the values of its tensors."""
+    tensors = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in named)
+    return tensors, alpha, rank, tuple(scales.items()), alpha_required
+
+
+def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: Sequence[Pair]) -> None:
+    places = {id(tensor): place for place, (_, tensor) in enumerate(named)}
+    too_long = sum(len(name) for name, _ in named) > LONGEST_REMEMBERED * len(named)
+    if too_long or len(places) < len(named):  # one tensor under two names says nothing of the next request
+        return
+    while len(_remembered) >= REMEMBERED_FORMS:
+        del _remembered[next(iter(_remembered))]
+    _remembered[form] = [_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs]
+
+
+def _pair_up(
+    named: Sequence[tuple[str, torch.Tensor]],
+    alpha: float | None,
+    rank: int | None,
+    scales: Mapping[str, float],
+    alpha_required: bool,
+) -> tuple[Pairing, list[_Half]]:
+    """All of `pair_up` that does not look at values, and the sides that it found."""
+    faults: list[str] = []
+    halves, alphas = _group(named, faults)
     if unused := sorted(set(scales) - set(halves)):
         faults.append(f"layer_scaling names layers that have no pair: {name_some(unused)}")
     pairs = []
@@ -150,8 +206,8 @@ def pair_up(
         faults.append(f"alpha entries of layers that have no pair: {name_some(lone)}")
     if not halves and not faults:
         faults.append("the payload holds no lora_A / lora_B tensors")
-    faults.extend(_non_finite([half for sides in halves.values() for half in sides.values()]))
-    return Pairing(tuple(pairs), tuple(dict.fromkeys(faults)))  # what is wrong with the request is wrong in all layers
+    # what is wrong with the request is wrong in all layers
+    return Pairing(tuple(pairs), tuple(dict.fromkeys(faults))), [h for sides in halves.values() for h in sides.values()]
 
 
 class _Half(NamedTuple):

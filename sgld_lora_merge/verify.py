@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,15 @@ class Piece:
 
 def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
     """The whole unsharded weight of a layer, in its landing's shape, from the pieces of all ranks."""
+    everything = (Span(0, landing.out_features),), (Span(0, landing.in_features),)
+    if len(pieces) == 1 and (pieces[0].target.b_rows, pieces[0].target.a_cols) == everything:
+        return pieces[0].rows.view(landing.shape)
     whole = torch.zeros(landing.out_features, landing.in_features, dtype=pieces[0].rows.dtype)
     for piece in pieces:
-        whole[_indices(piece.target.b_rows)[:, None], _indices(piece.target.a_cols)] = piece.rows
+        for row, local_row in _placed(piece.target.b_rows):
+            for column, local_column in _placed(piece.target.a_cols):
+                part = piece.rows[local_row : local_row + row.size, local_column : local_column + column.size]
+                whole[row.start : row.stop, column.start : column.stop] = part
     return whole.view(landing.shape)
 
 
@@ -43,13 +49,17 @@ def sha256(tensor: torch.Tensor) -> str:
 
 def sampled(pieces: Sequence[Piece], samples: Sequence[Sample]) -> dict[int, float]:
     """Live values of the samples that these pieces hold, by position in ``samples``."""
-    found = {}
+    found: dict[int, float] = {}
     for piece in pieces:
-        rows = {int(whole): local for local, whole in enumerate(_indices(piece.target.b_rows))}
-        cols = {int(whole): local for local, whole in enumerate(_indices(piece.target.a_cols))}
-        for position, (row, column, _, _) in enumerate(samples):
-            if row in rows and column in cols:
-                found[position] = float(piece.rows[rows[row], cols[column]])
+        places = {
+            position: (local_row, local_column)
+            for position, (row, column, _, _) in enumerate(samples)
+            if (local_row := _local(piece.target.b_rows, row)) is not None
+            and (local_column := _local(piece.target.a_cols, column)) is not None
+        }
+        if places:
+            rows, columns = torch.tensor(list(places.values()), device=piece.rows.device).T
+            found |= dict(zip(places, piece.rows[rows, columns].double().tolist(), strict=True))
     return found
 
 
@@ -66,5 +76,14 @@ def ulp(value: float, dtype: torch.dtype) -> float:
     return 2.0 ** (max(math.frexp(value)[1] - _MANTISSA_BITS[dtype], smallest) if value else smallest)
 
 
-def _indices(spans: Sequence[Span]) -> torch.Tensor:
-    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
+def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Spans of the whole with their first local index: they stand one after the other."""
+    passed = 0
+    for span in spans:
+        yield span, passed
+        passed += span.size
+
+
+def _local(spans: Sequence[Span], index: int) -> int | None:
+    """The local index of one of the whole; None where it is elsewhere."""
+    return next((local + index - span.start for span, local in _placed(spans) if span.start <= index < span.stop), None)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from sgld_lora_merge.bucket import flatten, unflatten
-from sgld_lora_merge.pairs import PAIR_DTYPES, _all_finite, _Half, layer_name, pair_up, parse_name
+from sgld_lora_merge.pairs import (
+    PAIR_DTYPES,
+    REMEMBERED_FORMS,
+    _all_finite,
+    _Half,
+    _remembered,
+    layer_name,
+    pair_up,
+    parse_name,
+)
 
 LAYER = "transformer_blocks.0.attn.to_q"
 
@@ -480,3 +489,47 @@ def test_the_quick_check_sees_every_element_of_a_view(view):
         seen[divmod(element, seen.shape[1])] = math.nan
         assert not _all_finite([_Half("x", "", seen)])
         assert not _all_finite([_Half("x", "", seen), _Half("y", "", base[0])])
+
+
+def values(pairing):
+    return [(p.layer, p.a.tolist(), p.b.tolist(), p.scale, p.kernel) for p in pairing.pairs]
+
+
+def test_requests_of_one_form_are_paired_alike_and_their_values_are_looked_at_each_time():
+    for _ in range(3):
+        named = [*sides("y"), *sides("x")]
+        pairing = pair_up(named, alpha=3.0, layer_scaling={"y": 0.5})
+        assert [(p.layer, p.scale) for p in pairing.pairs] == [("x", 1.5), ("y", 0.5)]
+        found = {
+            f"{p.layer}.lora_{side}": tensor
+            for p in pairing.pairs
+            for side, tensor in zip("AB", (p.a, p.b), strict=True)
+        }
+        assert all(found[name.removesuffix(".weight")] is tensor for name, tensor in named)
+        assert pairing.faults == ()
+    named[1][1][0, 0] = math.nan
+    (fault,) = pair_up(named, alpha=3.0, layer_scaling={"y": 0.5}).faults
+    assert fault == f"{named[1][0]!r} holds NaN or infinite values"
+    assert [p.scale for p in pair_up([*sides("y"), *sides("x")], alpha=4.0, layer_scaling={"y": 0.5}).pairs] == [
+        2.0,
+        0.5,
+    ]
+
+
+def test_a_tensor_under_two_names_says_nothing_of_the_next_request():
+    (a, first), (b, second) = sides("x")
+    named = [(a, first), (b, second), ("y.lora_A.weight", first), ("y.lora_B.weight", second)]
+    for _ in range(2):
+        assert len(pair_up(named).pairs) == 2
+        fresh = [(name, torch.randn_like(tensor)) for name, tensor in named]
+        assert [p.a is fresh[2 * i][1] for i, p in enumerate(pair_up(fresh).pairs)] == [True, True]
+
+
+def test_faults_alphas_and_many_forms_are_found_again_and_again():
+    lone = sides("x")[:1]
+    own = [*sides("x"), ("x.alpha", torch.tensor(8.0))]
+    for number in range(2 * REMEMBERED_FORMS):
+        assert pair_up(lone).faults == ("'x' has lora_A but no lora_B",)
+        assert pair_up(own).pairs[0].scale == 8.0 / own[0][1].shape[0]
+        assert pair_up(sides(f"layer.{number}")).faults == ()
+    assert len(_remembered) <= REMEMBERED_FORMS
