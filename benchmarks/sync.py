@@ -219,25 +219,33 @@ def main() -> None:
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "peft"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = checkpoints.zimage(Path(folder) / "model", size=SIZES[options.size], device=DEVICE)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
         model = trained_model(checkpoint)
-        results = []
+        parameters = sum(p.numel() for name, p in model.named_parameters() if name.endswith("base_layer.weight"))
         for name in options.engines:
             syncs = options.own_syncs if name == OWN else options.syncs
             results.append(measured(name, checkpoint, model, syncs, Path(folder) / "engines", hashed=options.hash))
-    parameters = sum(p.numel() for name, p in model.named_parameters() if name.endswith("base_layer.weight"))
-    size = f"{results[0]['layers']} layers of {parameters / 1e9:.2f} B parameters, rank {RANK}"
-    heading = f"{options.size}: {size}, {results[0]['nbytes'] / 2**20:.0f} MiB of bfloat16 over CUDA IPC\n\n"
-    heading += f"{gpu}, {versions}, {REST_S} s of rest before each sync"
-    stem = "sync" if options.size == "Z-Image" else f"sync-{options.size.lower()}"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{stem}.json").write_text(json.dumps({"on": heading, "results": results}, indent=1) + "\n")
-    (options.out / f"{stem}.md").write_text(f"{heading}\n\n{table(results)}\n")
-    draw(results, options.out / f"{stem}.png")
+            size = f"{results[0]['layers']} layers of {parameters / 1e9:.2f} B parameters, rank {RANK}"
+            heading = f"{options.size}: {size}, {results[0]['nbytes'] / 2**20:.0f} MiB of bfloat16 over CUDA IPC\n\n"
+            heading += f"{gpu}, {versions}, {REST_S} s of rest before each sync"
+            write(
+                results,
+                heading,
+                options.out / ("sync" if options.size == "Z-Image" else f"sync-{options.size.lower()}"),
+            )
     print(f"{heading}\n\n{table(results)}")
+
+
+def write(results: list[dict[str, Any]], heading: str, stem: Path) -> None:
+    """What there is so far: an engine that does not start must not cost what was measured before it."""
+    stem.with_suffix(".json").write_text(json.dumps({"on": heading, "results": results}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(f"{heading}\n\n{table(results)}\n")
+    draw(results, stem.with_suffix(".png"))
 
 
 if __name__ == "__main__":

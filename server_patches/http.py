@@ -31,6 +31,7 @@ from sgld_lora_merge.protocol import (
     ErrorAnswer,
     Model,
     ResetRequest,
+    ResolveRequest,
     RollbackRequest,
     TransactionRequest,
     UpdateAnswer,
@@ -83,6 +84,7 @@ class MergeRoutes:
         router.post("/lora_merge/reset")(self.reset)
         router.post("/lora_merge/rollback")(self.rollback)
         router.post("/lora_merge/verify")(self.verify)
+        router.post("/lora_merge/resolve")(self.resolve)
         router.get("/lora_merge/metrics")(self.metrics)
         router.post("/lora_merge/commit")(self.commit)
         router.post("/lora_merge/abort")(self.abort)
@@ -117,6 +119,10 @@ class MergeRoutes:
     async def verify(self, request: Request) -> JSONResponse:
         """Compare what is live with what it should be, whole layers by checksum or single elements."""
         return await self._whole("verify", partial(self._asked, request, VerifyRequest, self._verify))
+
+    async def resolve(self, request: Request) -> JSONResponse:
+        """Say where layers would land, and which would not."""
+        return await self._whole("resolve", partial(self._asked, request, ResolveRequest, self._resolve))
 
     async def metrics(self) -> Response:
         """Prometheus text, from this process's record."""
@@ -306,6 +312,10 @@ class MergeRoutes:
             raise RequestError(*(wrong or ["modules names no layer to verify"]))
         output = await self._good(MergeReq([], operation="verify", expected=expected, weights=fields.weights))
         return {name: output[name] for name in ("success", "message", "mismatched", "checked")}
+
+    async def _resolve(self, fields: ResolveRequest, _: Entry) -> dict[str, Any]:
+        output = await self._good(MergeReq([], operation="resolve", layers=fields.modules))
+        return {"success": True, "message": output["message"], "modules": output["resolved"]}
 
     async def _good(self, req: MergeReq) -> dict[str, Any]:
         """The workers' output, if it is a success.

@@ -17,7 +17,7 @@ from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.engine import ModuleUpdate
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.families import Family, family_of, route, route_layers
+from sgld_lora_merge.families import Family, route, route_layers, routes_of
 from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.protocol import DEFAULT_MODULE
@@ -38,9 +38,8 @@ class Reading:
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """Prefix of tensor names -> module, as the loaded transformer's family has them."""
-        family = family_of(type(self._states.modules().get(DEFAULT_MODULE)), self._families)
-        return {} if family is None else family.routes
+        """Prefix of tensor names -> module, as families of the loaded transformer's class have them."""
+        return routes_of(type(self._states.modules().get(DEFAULT_MODULE)), self._families)
 
     def modules(self, req: MergeReq) -> list[str]:
         """Modules that a request may be for, before its names are known."""

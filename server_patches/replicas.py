@@ -20,7 +20,12 @@ from sgld_lora_merge.errors import LoraMergeError
 
 Output = dict[str, Any]
 
-_ONE_STEP = ("status", "verify", "abort")  # they write nothing, and cannot fail by what the others make of them
+_ONE_STEP = (
+    "status",
+    "verify",
+    "resolve",
+    "abort",
+)  # they write nothing, and cannot fail by what the others make of them
 _COMPARED = ("state", "weight_version", "layers", "rank", "scale", "merge_precision")
 
 

@@ -18,13 +18,16 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     handlers up by exact type. Pickled on its way, so it holds plain data only.
     """
 
-    operation: Literal["update", "commit", "abort", "reset", "rollback", "status", "verify", "undo"] = "update"
+    operation: Literal["update", "commit", "abort", "reset", "rollback", "status", "verify", "resolve", "undo"] = (
+        "update"
+    )
     allow_partial: bool = False
     layer_scaling: dict[str, dict[str, float]] | None = None
     weight_version: str | None = None
     update_id: str | None = None
     adapter: str | None = None  # of a reset: null for all
     expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
+    layers: dict[str, list[str]] | None = None  # of a resolve: module -> layer prefixes
     weights: Literal["live", "base"] = "live"  # which ones a verify looks at
     upload_path: str | None = None  # a file of this server's own, in place of payloads
     continues: bool = False  # buckets of this update were accepted before

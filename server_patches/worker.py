@@ -27,6 +27,7 @@ from server_patches.phases import Phases
 from server_patches.reading import Reading
 from server_patches.report import held, only, outcome, snapshot
 from server_patches.requests import MergeReq
+from server_patches.resolving import resolve
 from server_patches.settings import positive_number
 from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
@@ -109,6 +110,9 @@ class MergeWorker:
                     answer: dict[str, Any] = {"message": "ok"}
                 case "verify":
                     answer = self._verify(req)
+                case "resolve":
+                    views = self.states.views()
+                    answer = {"message": "ok", "resolved": resolve(req.layers or {}, self._reading.routes, views)}
                 case "reset":
                     answer = self._go_live(self._plan_reset, req, clock, opened)
                 case "rollback":

@@ -25,7 +25,7 @@ def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, f
             scaling = _layer_scaling((file.metadata() or {}).get(LAYER_SCALING))
             return [(name, file.get_tensor(name)) for name in file.keys()], scaling  # noqa: SIM118  # not a dict
     except SafetensorError as error:
-        raise RequestError(f"the body is not a safetensors file: {error}") from error
+        raise RequestError(f"this is not a safetensors file: {error}") from error
 
 
 def _layer_scaling(text: str | None) -> dict[str, float]:

@@ -67,18 +67,24 @@ def load_families(folder: Traversable = CONFIGS) -> dict[str, Family]:
                 for problem in error.errors(include_url=False)
             )
         else:
-            twins = [name for name, other in families.items() if other.engine_class == family.engine_class]
-            faults.extend(f"{file.name}: {twin}.yaml has engine_class {family.engine_class} too" for twin in twins)
+            faults.extend(
+                f"{file.name}: {name}.yaml has engine_class {family.engine_class} and other routes"
+                for name, other in families.items()
+                if other.engine_class == family.engine_class and {} != other.routes != family.routes != {}
+            )
             families[file.name.removesuffix(".yaml")] = family
     if faults:
         raise LoraMergeError(summarise(faults))
     return families
 
 
-def family_of(engine_class: type, families: Mapping[str, Family]) -> Family | None:
-    """The family of a class, or of the nearest base that has one (wrappers like FSDP's make subclasses)."""
-    by_class = {family.engine_class: family for family in families.values()}
-    return next((by_class[base.__name__] for base in engine_class.__mro__ if base.__name__ in by_class), None)
+def routes_of(engine_class: type, families: Mapping[str, Family]) -> Mapping[str, str]:
+    """Prefix -> module for a class, or for the nearest base that has any (wrappers like FSDP's make subclasses).
+
+    Families of one class have the same routes or none: a model that lacks a module of theirs is sent no such prefix.
+    """
+    by_class = {family.engine_class: family.routes for family in families.values() if family.routes}
+    return next((by_class[base.__name__] for base in engine_class.__mro__ if base.__name__ in by_class), {})
 
 
 def route(

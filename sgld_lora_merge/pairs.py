@@ -58,6 +58,11 @@ class Pair:
         return self.a.shape[0]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of ``b @ a``."""
+        return (self.b.shape[0], self.a.shape[1])
+
+    @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 

@@ -132,6 +132,14 @@ class VerifyRequest(BaseModel):
     )
 
 
+class ResolveRequest(BaseModel):
+    """Body of ``POST /lora_merge/resolve``: module -> layer prefixes in the sender's names."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    modules: dict[str, list[str]]
+
+
 class TransactionRequest(BaseModel):
     """Body of ``POST /lora_merge/commit`` and ``/lora_merge/abort``."""
 

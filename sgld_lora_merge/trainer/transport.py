@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -42,7 +42,7 @@ class SyncError(LoraMergeError):
 class Transport(Protocol):
     """What a strategy needs of one engine. Every method raises `SyncError` unless the engine says success."""
 
-    def update(self, fields: Mapping[str, Any], file: bytes | None = None) -> Answer:
+    def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         """One request of an update: the fields of the wire, and the safetensors file where that is what travels."""
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
@@ -67,7 +67,7 @@ class HttpTransport:
         self._client = httpx.Client(base_url=url, timeout=timeout, headers=headers)
         weakref.finalize(self, self._client.close)
 
-    def update(self, fields: Mapping[str, Any], file: bytes | None = None) -> Answer:
+    def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         body = json.dumps(fields).encode()
         headers = {"content-type": "application/json"}
         return self._settled(
@@ -116,15 +116,15 @@ class HttpTransport:
         if answer.status_code != 200 or not isinstance(content, dict) or content.get("success") is not True:
             said = content if isinstance(content, dict) else {}
             told = said.get("message") or answer.text[:500] or "nothing"
-            opened = said.get("payload_opened", ())
-            raise SyncError(f"{answer.url} answered {answer.status_code}: {told}", opened, answer.status_code)
+            opened, url = said.get("payload_opened", ()), answer.url.copy_with(query=None)
+            raise SyncError(f"{url} answered {answer.status_code}: {told}", opened, answer.status_code)
         return content
 
 
 class UploadTransport(HttpTransport):
     """Updates as a safetensors file in the body: the engine may be anywhere."""
 
-    def update(self, fields: Mapping[str, Any], file: bytes | None = None) -> Answer:
+    def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         query = {name: value for name, value in fields.items() if value is not None}
         return self._settled(
             lambda: self._client.post(UPLOAD_ROUTE, params=query, content=file), fields.get("update_id")

@@ -8,7 +8,7 @@ import torch
 
 import support  # noqa: F401  # so that diffusers finds a torchvision that it can import
 from sgld_lora_merge.errors import LoraMergeError, RequestError
-from sgld_lora_merge.families import family_of, load_families, route, route_layers
+from sgld_lora_merge.families import load_families, route, route_layers, routes_of
 
 ROUTES = {"high_noise.": "transformer", "low_noise.": "transformer_2"}
 GOOD = """
@@ -31,17 +31,30 @@ def files(tmp_path, **content):
 
 def test_the_shipped_families_are_these():
     families = load_families()
-    assert set(families) >= {"sd3", "wan2_2", "zimage"}
-    assert {name: (each.rank, each.alpha) for name, each in families.items() if name in ("sd3", "wan2_2")} == {
-        "sd3": (32, 64.0),
-        "wan2_2": (64, 128.0),
+    assert set(families) == {
+        *(
+            "sd3",
+            "sd3_5_medium",
+            "sd3_5_large",
+            "qwen_image",
+            "qwen_image_edit",
+            "flux_1",
+            "flux_2",
+            "wan2_1",
+            "wan2_2",
+        ),
+        *("zimage", "ltx_2", "ltx_2_3", "hunyuan_video", "sana", "minimax_h3", "cosmos3"),
     }
+    sizes = {name: (each.rank, each.alpha) for name, each in families.items()}
+    assert sizes == {name: (32, 64.0) if name.startswith("sd3") else (64, 128.0) for name in families}
     assert families["wan2_2"].routes == ROUTES
 
 
 @pytest.mark.parametrize("name", load_families())
 def test_every_target_of_a_shipped_family_is_a_linear_layer_of_its_trainer_class(name):
     family = load_families()[name]
+    if not hasattr(diffusers, family.trainer_class):
+        pytest.skip(f"this diffusers has no {family.trainer_class}")
     with torch.device("meta"):
         model = getattr(diffusers, family.trainer_class)()
     linear = [layer for layer, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -83,23 +96,37 @@ def test_all_that_is_wrong_in_all_files_is_named(tmp_path):
         "class: Model", "class: Other"
     )
     with pytest.raises(LoraMergeError) as caught:
-        load_families(files(tmp_path, a=nameless, b="[", c="", d=GOOD, e=GOOD))
+        load_families(
+            files(
+                tmp_path,
+                a=nameless,
+                b="[",
+                c="",
+                d=f"{GOOD}routes: {{a.: transformer}}",
+                e=f"{GOOD}routes: {{a.: transformer_2}}",
+            )
+        )
     for named in (
         "a.yaml: model_id: Field required",
         "a.yaml: modle_id: ",
         "b.yaml is not YAML: ",
         "c.yaml: the file: ",
-        "e.yaml: d.yaml has engine_class Model too",
+        "e.yaml: d.yaml has engine_class Model and other routes",
     ):
         assert named in str(caught.value)
 
 
-def test_a_family_is_found_by_the_engines_class_or_a_base_of_it(tmp_path):
-    families = load_families(files(tmp_path, mine=GOOD))
+def test_routes_are_found_by_the_engines_class_or_a_base_of_it(tmp_path):
+    families = load_families(files(tmp_path, mine=f"{GOOD}routes: {{a.: transformer}}"))
     model = type("Model", (), {})
-    assert family_of(model, families) is families["mine"]
-    assert family_of(type("FSDPModel", (model,), {}), families) is families["mine"]
-    assert family_of(type(None), families) is None
+    assert routes_of(model, families) == {"a.": "transformer"}
+    assert routes_of(type("FSDPModel", (model,), {}), families) == {"a.": "transformer"}
+    assert routes_of(type(None), families) == {}
+
+
+def test_families_of_one_class_share_the_routes_that_one_of_them_has(tmp_path):
+    families = load_families(files(tmp_path, one=GOOD, two=f"{GOOD}routes: {{a.: transformer}}"))
+    assert routes_of(type("Model", (), {}), families) == {"a.": "transformer"}
 
 
 def test_a_prefix_gives_its_module_and_is_taken_off():

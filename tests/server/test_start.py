@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from sgld_lora_merge.cli import app
 from support import server
 from tests.server.conftest import TESTHOOK
 
@@ -53,6 +55,9 @@ def test_with_a_token_every_weight_route_needs_it(zimage_checkpoint, tmp_path):
         json = {"content-type": "application/json"}
         chunked = running.client.post("/update_weights_from_tensor", content=iter([b"x" * 900] * 3), headers=json)
         assert chunked.status_code == 413
+        for key, code, told in (("secret", 0, "transformer"), ("wrong", 1, "answered 401: SGLD_LORA_API_KEY is set")):
+            done = CliRunner().invoke(app, ["status", str(running.client.base_url)], env={"SGLD_LORA_API_KEY": key})
+            assert (done.exit_code, told in done.output) == (code, True)
 
 
 def test_a_silent_rank_ends_in_an_answer_that_says_to_restart(zimage_checkpoint, tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from sgld_lora_merge import pack
+from sgld_lora_merge.cli import app
 from support import lora
 
 
@@ -75,6 +79,17 @@ def test_the_rounding_loss_is_that_of_the_whole_weights(tp2, zimage):
 def test_one_payload_for_each_rank(tp2):
     adapter = tp2.adapter()
     assert tp2.send(two_payloads(tp2, adapter)).status_code == 200
+    holds(tp2, adapter)
+
+
+def test_the_command_line_sees_whole_layers_and_hands_over_to_every_rank(tp2, tmp_path):
+    adapter = tp2.adapter()
+    save_file(dict(lora.named(adapter)), tmp_path / "adapter.safetensors")
+    words = ["push", str(tp2.server.client.base_url), tmp_path / "adapter.safetensors", "--alpha", "6"]
+    words += ["--ipc", "--verify", "--base", tp2.checkpoint]
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["payload_opened"] == [True, True]
     holds(tp2, adapter)
 
 

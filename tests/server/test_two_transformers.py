@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
+from typer.testing import CliRunner
 
 from sgld_lora_merge import pack
+from sgld_lora_merge.cli import app
 from sgld_lora_merge.families import load_families
 from support import checkpoints, lora, server
 from tests.server.conftest import TESTHOOK
@@ -348,3 +350,15 @@ def test_an_upload_for_one_module_refuses_the_others_prefix(wan):
     assert answer.status_code == 400
     assert f"belongs to module {LOW!r}" in answer.json()["message"]
     assert wan.checksums() == before
+
+
+@pytest.mark.parametrize("way", [(), ("--ipc",)])
+def test_the_command_line_pushes_one_adapter_of_both(wan, tmp_path, way):
+    adapters = wan.adapters()
+    file = tmp_path / "both.safetensors"
+    save_file(dict(prefixed(adapters)), file)
+    words = ["push", str(wan.server.client.base_url), file, "--alpha", "6", "--verify", "--base", wan.checkpoint, *way]
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["verified"] == "all 40 layers are what they should be"
+    wan.holds(adapters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from sgld_lora_merge import pack
@@ -199,7 +201,7 @@ def test_i1_the_senders_shared_memory_is_released_when_it_lets_go(zimage):
     from pathlib import Path
 
     def files() -> set[str]:
-        return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith("torch_")}
+        return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(f"torch_{os.getpid()}_")}
 
     before = files()
     for seed in range(10):

@@ -1,0 +1,314 @@
+"""The commands: they read arguments, call one function each, and print what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER
+from sgld_lora_merge.cli import doctor as checks
+from sgld_lora_merge.cli import pushing, show
+from sgld_lora_merge.cli.adapter import load_pairs
+from sgld_lora_merge.cli.base import BaseWeights
+from sgld_lora_merge.cli.engine import connect, status
+from sgld_lora_merge.cli.inspection import Report, report
+from sgld_lora_merge.errors import LoraMergeError, name_some
+from sgld_lora_merge.families import load_families
+from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.protocol import DEFAULT_MODULE
+from sgld_lora_merge.trainer.sync import DTYPES
+from sgld_lora_merge.trainer.transport import HttpTransport
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+app = typer.Typer(
+    name="sgld-lora-merge",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Send LoRA adapters to a running sglang-diffusion engine, and see what it serves.\n\n"
+    "An engine is named by its URL, for example localhost:30000. If it wants a token, put that into SGLD_LORA_API_KEY. "
+    "Every command takes --json. Exit codes: 0 done, 1 refused or not as it should be, 2 wrong arguments.",
+)
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The engine, for example localhost:30000.", show_default=False)]
+AdapterPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="ADAPTER",
+        help="A folder that PEFT saved, or a safetensors file (PEFT, diffusers, kohya).",
+        show_default=False,
+    ),
+]
+Alpha = Annotated[
+    float | None, typer.Option(help="For a file that does not say its alpha; the scale of a layer is alpha / rank.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Base = Annotated[
+    Path | None, typer.Option(help="Base weights: a safetensors file, a folder of them, or the whole model's folder.")
+]
+
+
+def told(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """End a command that fails with the sentence of its error, on stderr, and exit code 1."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return command(*args, **kwargs)
+        except LoraMergeError as error:
+            typer.secho(f"sgld-lora-merge: {error}", fg="red", err=True)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+@app.command("doctor")
+@told
+def doctor(as_json: AsJson = False) -> None:
+    """Examine this machine: sglang, the plugin, the GPU, shared memory, and what the environment selects.
+
+    Run it where the engine runs, in its environment. No model is loaded. The exit code is 1 if anything has failed.
+    """
+    found = checks.examine()
+    content = {"checks": [asdict(check) for check in found]}
+    _print(as_json, content, lambda console, _: console.print(show.checks(found)))
+    if any(check.state == "failure" for check in found):
+        raise typer.Exit(1)
+
+
+@app.command("status")
+@told
+def show_status(
+    url: Url,
+    as_json: AsJson = False,
+    watch: Annotated[float | None, typer.Option(help="Ask again every so many seconds, until Ctrl-C.")] = None,
+) -> None:
+    """Show what is live in every module, in which version, and what became of the last updates."""
+    engine = connect(url)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            known = status(engine)
+            if watch is not None and not as_json:
+                Console().clear()  # of a terminal; a log keeps all
+            _print(as_json, known, _show_status)
+            if watch is None:
+                return
+            time.sleep(watch)
+
+
+@app.command("reset")
+@told
+def reset(
+    url: Url,
+    module: Annotated[list[str] | None, typer.Option(help="Only this module; may be given several times.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Take out this adapter only, and leave the others.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the base weights back, bit for bit."""
+    answer = connect(url).ask("/lora_merge/reset", {"target_modules": module, "adapter": adapter})
+    _print(as_json, answer, _show_message)
+
+
+@app.command("rollback")
+@told
+def rollback(url: Url, as_json: AsJson = False) -> None:
+    """Bring back what was live before the last update or reset, one step."""
+    answer = connect(url).ask("/lora_merge/rollback", {})
+    _print(as_json, answer, _show_message)
+
+
+@app.command("push")
+@told
+def push(
+    url: Url,
+    path: AdapterPath,
+    alpha: Alpha = None,
+    module: Annotated[
+        str | None, typer.Option(help="Module of the pipeline; the transformer, or where prefixes of the names lead.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Its name in the engine, where several shall add up.")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="weight_version to report; the file's or folder's name if left out.")
+    ] = None,
+    ipc: Annotated[
+        bool, typer.Option("--ipc", help="By handles of shared memory: the engine is on this machine.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then compare every layer with what it should be; needs --base.",
+        ),
+    ] = False,
+    base: Base = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show where each layer would land, and with which scale.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send an adapter, which then is live on every rank, or not at all.
+
+    Scales are those PEFT computes with: alpha, rsLoRA and patterns come from adapter_config.json, or from the .alpha
+    entries of the file. What the adapter does not name goes back to its base weight.
+
+    sgld-lora-merge push localhost:30000 outputs/step-100 --dry-run
+
+    sgld-lora-merge push localhost:30000 style.safetensors --alpha 16 --adapter style
+    """
+    if verify and base is None:
+        raise LoraMergeError("--verify needs --base: what a layer must be is computed from its base weight")
+    update = pushing.Update(load_pairs(path, alpha), module, adapter, version or path.resolve().stem)
+    engine = connect(url, upload=not ipc)
+    modules = status(engine)["modules"]
+    mapped = pushing.mapping(engine, update) if dry_run or verify or ipc else []
+    if dry_run:
+        content = {"layers": [asdict(each) for each in mapped]}
+        _print(as_json, content, lambda console, _: _show_mapping(console, mapped))
+        raise typer.Exit(1 if any(each.fault for each in mapped) else 0)
+    expected = {}
+    if base is not None and verify:
+        precision = Precision(next(iter(modules.values()))["merge_precision"])
+        expected = pushing.expectations(update, base, mapped, precision)
+        for name in expected:
+            if others := modules[name]["adapters"].keys() - {adapter or DEFAULT_ADAPTER}:
+                raise LoraMergeError(
+                    f"{name} holds {name_some(sorted(others))} too: their sum is not verified from here"
+                )
+    answer = pushing.hand_over(engine, update, mapped) if ipc else _upload(engine, update, quiet=as_json)
+    if verify:
+        answer["verified"] = pushing.verify(engine, expected)
+    _print(as_json, answer, _show_answer)
+
+
+@app.command("inspect")
+@told
+def inspect(
+    path: AdapterPath,
+    family: Annotated[
+        str | None, typer.Option(help="Compare with the target modules of this family: a name from configs/.")
+    ] = None,
+    base: Base = None,
+    module: Annotated[str, typer.Option(help="Whose base weights those are.")] = DEFAULT_MODULE,
+    alpha: Alpha = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show an adapter's layers: rank, scale, dtype and size of the update.
+
+    With --base also how large the update is beside the base weight, and which share of it rounding would take.
+    """
+    families = load_families()
+    if family is not None and family not in families:
+        raise LoraMergeError(f"there is no family {family!r}; there are {', '.join(families)}")
+    known = families[family] if family is not None else None
+    found = report(
+        load_pairs(path, alpha),
+        known.target_modules if known else None,
+        BaseWeights(base, module) if base is not None else None,
+        DTYPES[known.forward_dtype] if known else None,
+    )
+
+    _print(as_json, asdict(found), lambda console, _: _show_report(console, found))
+
+
+@app.command("bench")
+@told
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder for merge.json, merge.md and merge.png.")] = Path("merge_benchmark"),
+    pause: Annotated[float, typer.Option(help="Seconds of rest before each run, as between updates.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the merge of whole models on this machine's GPU, and draw it as multiples of the time of a copy."""
+    if not torch.cuda.is_available():
+        raise LoraMergeError("the benchmark needs a CUDA GPU, and torch sees none; run doctor")
+    if missing := [name for name in ("triton", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise LoraMergeError(f"the benchmark needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    out.mkdir(parents=True, exist_ok=True)
+    merge = [sys.executable, "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
+    if code := subprocess.run(merge, stdout=sys.stderr, check=False).returncode:
+        raise LoraMergeError(f"the benchmark ended with exit code {code}")
+    measured = json.loads((out / "merge.json").read_text())
+    _print(as_json, measured, lambda console, _: console.print(f"written: {out / 'merge.md'}, {out / 'merge.png'}"))
+
+
+def main() -> None:
+    """The script."""
+    app()
+
+
+def _print(as_json: bool, content: dict[str, Any], tell: Callable[[Console, dict[str, Any]], None]) -> None:
+    """The content as one line of JSON, or told to a person."""
+    if as_json:
+        typer.echo(json.dumps(content))
+    else:
+        tell(Console(), content)
+
+
+def _show_message(console: Console, answer: dict[str, Any]) -> None:
+    console.print(answer["message"], markup=False)
+
+
+def _show_status(console: Console, known: dict[str, Any]) -> None:
+    console.print(show.modules(known))
+    if known["updates"]:
+        console.print()
+        console.print(show.updates(known))
+    totals, sleeping = known["totals"], ", asleep" if known["sleeping"] else ""
+    console.print(f"\n{totals['updates']} updates, {sum(totals['failures'].values())} failures{sleeping}")
+
+
+def _show_mapping(console: Console, mapped: list[pushing.Mapped]) -> None:
+    console.print(show.mapping(mapped))
+    bad = sum(bool(each.fault) for each in mapped)
+    console.print(f"\n{len(mapped) - bad} of {len(mapped)} layers would land; nothing was sent")
+
+
+def _show_answer(console: Console, answer: dict[str, Any]) -> None:
+    console.print(f"{answer['message']}, weight_version {answer['weight_version']}", markup=False)
+    if answer["rounding_loss"] is not None:
+        console.print(f"rounding took {answer['rounding_loss']:.2%} of the update ({answer['merge_precision']})")
+    times = ", ".join(f"{stage} {milliseconds:.1f} ms" for stage, milliseconds in answer["timings_ms"].items())
+    console.print(times, markup=False)
+    if "verified" in answer:
+        console.print(f"verified: {answer['verified']}", markup=False)
+
+
+def _show_report(console: Console, found: Report) -> None:
+    console.print(show.report(found))
+    targets = ", ".join(f"{name} ({count})" for name, count in found.target_modules.items())
+    console.print(f"\n{len(found.layers)} layers, {found.nbytes / 2**20:.1f} MiB of A and B")
+    console.print(f"target modules: {targets}", markup=False)
+    if found.rounding_loss is not None:
+        console.print(f"rounding would take {found.rounding_loss:.2%} of the update, by norm")
+    if found.beyond:
+        console.print(f"not in the family's target modules: {name_some(found.beyond)}", markup=False)
+    if found.missing:
+        console.print(f"target modules of the family that no layer has: {name_some(found.missing)}", markup=False)
+
+
+def _upload(engine: HttpTransport, update: pushing.Update, *, quiet: bool) -> dict[str, Any]:
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("uploading", total=None)
+        return pushing.upload(
+            engine,
+            update,
+            begin=lambda total: progress.update(task, total=total),
+            gone=lambda count: progress.update(task, completed=count),
+        )

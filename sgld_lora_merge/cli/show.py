@@ -1,0 +1,85 @@
+"""Results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sgld_lora_merge.cli.doctor import Check
+from sgld_lora_merge.cli.inspection import Report
+from sgld_lora_merge.cli.pushing import Mapped
+from sgld_lora_merge.trainer.transport import Answer
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
+
+
+def table(*headings: str, title: str | None = None) -> Table:
+    """An empty one; a heading that ends in > is that of numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        made.add_column(
+            heading.removesuffix(">"), justify="right" if heading.endswith(">") else "left", overflow="fold"
+        )
+    return made
+
+
+def checks(found: Sequence[Check]) -> Table:
+    made = table("", "state", "what it means", "what to do")
+    for check in found:
+        _add(made, check.name, Text(check.state, _COLOURS[check.state]), check.meaning, check.remedy)
+    return made
+
+
+def modules(known: Answer) -> Table:
+    """Every module of the engine, and under it the adapters of those that have several."""
+    made = table("module", "state", "version", "layers>", "rank>", "scale>", "precision", "rounding loss>")
+    for name, each in known["modules"].items():
+        told = [name, each["state"], _told(each["weight_version"]), *_shape(each), each["merge_precision"]]
+        _add(made, *told, _told(each["rounding_loss"]))
+        if len(each["adapters"]) > 1:
+            for adapter, own in each["adapters"].items():
+                _add(made, f"  {adapter}", "", "", *_shape(own))
+    return made
+
+
+def updates(known: Answer) -> Table:
+    made = table("update", "what became of it", "version", "buckets>", "why")
+    for each in known["updates"]:
+        buckets = f"{len(each['buckets'])} of {each['num_buckets']}"
+        _add(made, each["update_id"], each["state"], _told(each["weight_version"]), buckets, _told(each["reason"]))
+    return made
+
+
+def mapping(found: Sequence[Mapped]) -> Table:
+    made = table("layer", "rank>", "scale>", "where it lands")
+    for each in found:
+        where = Text(each.fault, "red") if each.fault else f"{each.module}: {each.target}"
+        _add(made, each.layer, str(each.rank), f"{each.scale:g}", where)
+    return made
+
+
+def report(found: Report) -> Table:
+    with_base = found.rounding_loss is not None
+    extra = ("of the base>", "rounding loss>") if with_base else ()
+    made = table("layer", "shape", "rank>", "scale>", "dtype", "norm>", *extra)
+    for each in found.layers:
+        cells = [each.layer, " x ".join(map(str, each.shape)), str(each.rank), f"{each.scale:g}", each.dtype]
+        with_its = [_told(each.relative), _told(each.rounding_loss)] if with_base else []
+        _add(made, *cells, f"{each.norm:.4g}", *with_its)
+    return made
+
+
+def _add(made: Table, *cells: str | Text) -> None:
+    """A row of plain text: names may hold what rich would take for markup."""
+    made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def _shape(shape: dict[str, Any]) -> list[str]:
+    return [str(shape["layers"]), _told(shape["rank"]), _told(shape["scale"])]
+
+
+def _told(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
