@@ -210,6 +210,23 @@ def test_an_engine_that_is_killed_between_stage_and_commit_leaves_no_half_of_an_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mebibytes", [100, 1000])
+def test_a_large_adapter_reaches_every_engine(two, mebibytes, capsys):
+    """As large as those of large models: the ranks make it so."""
+    rank = mebibytes * 2**20 // sum(2 * sum(weight.shape) for weight in two.targets.values())
+    adapter = lora.random_adapter(two.targets, rank=rank, size=0.01)
+    file = save(dict(lora.named(adapter)))
+    fields = {"update_id": f"{mebibytes} MiB", "weight_version": f"{mebibytes} MiB", "lora_alpha": 1.5 * rank}
+    begun = time.perf_counter()
+    two.manager.update(fields, file)
+    took = time.perf_counter() - begun
+    assert two.versions() == [f"{mebibytes} MiB"] * 2
+    two.hold(adapter)
+    with capsys.disabled():
+        print(f"\n{len(file) / 2**20:.0f} MiB to two engines, merged: {took:.1f} s")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_updates_while_an_engine_is_killed_every_ten(cluster, zimage_checkpoint, tmp_path, caplog, capsys):
     """At a random moment of a random one of each ten; what has failed is sent again, as a trainer would."""
