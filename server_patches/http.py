@@ -194,7 +194,8 @@ class MergeRoutes:
                 )
                 terms = query.model_dump()
                 name = query.update_id
-                bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms) if name is not None else None
+                hold = query.commit is False
+                bucket = Bucket(name, 0, 1, f"{upload.digest} {terms}", terms, hold) if name is not None else None
                 return await self._apply(req, bucket, entry, ignored)
         except LoraMergeError as error:
             return _refused(error, entry, payloads=0)

@@ -165,7 +165,7 @@ class MergeWorker:
             return {"message": "prepared"}
         self._remember(req)
         self._staged, layers, skipped = checked
-        module = next(iter(req.target_modules or []))
+        module = next(iter(req.target_modules or self._staged.pairs))  # a file says by its names where it goes
         return {
             "message": f"a bucket of {layers} LoRA layers of update {req.update_id!r} is staged; nothing is live yet",
             "weight_version": self.engine.state(module).weight_version,

@@ -15,25 +15,20 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from sgld_lora_merge import kernels, kohya
 from sgld_lora_merge.adapters import (
-    DEFAULT_ADAPTER,
     Adapters,
-    Copy,
     Placed,
-    all_pairs,
     all_placed,
     on_host,
     owned,
-    refill,
     terms_at,
 )
 from sgld_lora_merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
@@ -41,34 +36,16 @@ from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.plans import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob
 from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.refill import address_of, chained, may_be_refilled, outline_of, refilled
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+
+__all__ = ["MERGEABLE_DTYPES", "MergeEngine", "ModulePlan", "ModuleState", "ModuleUpdate", "Plan"]
 
 logger = logging.getLogger(__name__)
 
 MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleUpdate:
-    """What one request does to one module.
-
-    Attributes:
-        module: name of the target module.
-        pairs: its pairs; they may be views into the sender's memory, the plan copies them.
-        whole: the pairs are the module's whole adapter, so that a target they do not name loses this adapter's update;
-            otherwise such a target keeps what it has.
-        allow_partial: leave out unknown layers, and report them, instead of refusing the update.
-        faults: what was wrong before there were pairs; a plan reports it together with its own.
-        adapter: which of the module's adapters this is; the others stay as they are.
-    """
-
-    module: str
-    pairs: Sequence[Pair]
-    whole: bool = False
-    allow_partial: bool = False
-    faults: Sequence[str] = ()
-    adapter: str = DEFAULT_ADAPTER
 
 
 Weights = Callable[[str], torch.Tensor]
@@ -83,94 +60,6 @@ class _Once(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         weight = self[name] = self._weight(name)
         return weight
-
-
-TargetJob = tuple[Target, MergeJob]
-Outline = tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class ModulePlan:
-    """One module's part of a plan: what it will hold, what is written, what was left out.
-
-    Attributes:
-        before, after: the module's adapters.
-        written: targets whose weight, or whose branch, changes.
-        snapshots: W0 of those that are merged into for the first time. store_reason: why they are where they are.
-        branches_before, branches_after: of those that are dynamic.
-        offloaded: how weights are written that cannot be in place.
-        jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
-        scratch: for both, by device.
-        outline: of the update, where another one of the same outline may use this plan's memory once it is free.
-        copies: how that memory is filled.
-        addresses: of the weights that the plan was made for.
-    """
-
-    module: str
-    before: Adapters
-    after: Adapters
-    written: tuple[Target, ...]
-    snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
-    store_reason: str | None = None
-    branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
-    branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
-    offloaded: Offloaded | None = None
-    jobs_before: Sequence[TargetJob] = ()
-    jobs_after: Sequence[TargetJob] = ()
-    scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
-    outline: Outline | None = None
-    copies: Sequence[Copy] = ()
-    addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
-    layers: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def merged(self) -> list[Target]:
-        """The written targets whose weight changes."""
-        return [target for target in self.written if not target.dynamic]
-
-    @property
-    def merge_mode(self) -> str:
-        """How the written targets hold the update: ``merge``, ``dynamic``, or ``mixed``."""
-        modes = {"dynamic" if target.dynamic else "merge" for target in self.written}
-        return modes.pop() if len(modes) == 1 else "mixed"
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A checked update with all its memory; commit it once."""
-
-    modules: tuple[ModulePlan, ...]
-
-    @property
-    def layers(self) -> int:
-        return sum(len(module.layers) for module in self.modules)
-
-    @property
-    def skipped(self) -> list[str]:
-        return [layer for module in self.modules for layer in module.skipped]
-
-
-@dataclass(eq=False)
-class ModuleState:
-    """What is live in one module, and what was before it (the pairs, not the weights).
-
-    Attributes:
-        plans: of the last whole updates, the live one last; the first of three is free memory for the next update.
-    """
-
-    live: Adapters = field(default_factory=dict)
-    previous: Adapters | None = None
-    store: BaseStore = field(default_factory=BaseStore)
-    weight_version: str | None = None
-    previous_version: str | None = None
-    rounding_loss: float | None = None
-    plans: tuple[ModulePlan, ...] = ()
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """Every live pair, of all adapters."""
-        return all_pairs(self.live)
 
 
 class MergeEngine:
@@ -205,7 +94,7 @@ class MergeEngine:
         Raises:
             RequestError: with every fault of every module.
         """
-        return self._refilled(updates) or self._allocate(self.check(updates))
+        return refilled(updates, self.states, self._modules()) or self._allocate(self.check(updates))
 
     def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
         """Resolve and check only, for an update that is not complete yet.
@@ -300,7 +189,7 @@ class MergeEngine:
             before=before,
             after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
-            outline=_outline(update) if update.whole and not skipped else None,
+            outline=outline_of(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
         )
@@ -344,35 +233,6 @@ class MergeEngine:
             plan, scratch={device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()}
         )
 
-    def _refilled(self, updates: Sequence[ModuleUpdate]) -> Plan | None:
-        """A plan in the memory of an older one: of the steps of a run, all but the first few differ in values only.
-
-        What was checked for the outline and for the weights' addresses holds again. None where anything else differs.
-        """
-        views = self._modules()
-        spares = [self._spare(update, views.get(update.module)) for update in updates]
-        if len({update.module for update in updates}) < len(updates) or None in spares:
-            return None
-        plans = []
-        for update, spare in zip(updates, spares, strict=True):
-            assert spare is not None
-            state = self.states[update.module]
-            refill(spare.copies, {pair.layer: pair for pair in update.pairs})
-            plans.append(replace(spare, before=state.live, jobs_before=state.plans[-1].jobs_after))
-            state.plans = state.plans[1:]  # a second plan must not get the same memory
-        return Plan(tuple(plans)) if plans else None
-
-    def _spare(self, update: ModuleUpdate, view: ModuleView | None) -> ModulePlan | None:
-        """The plan whose memory an update may take."""
-        plans = self.state(update.module).plans
-        if view is None or len(plans) < 3 or update.faults or not update.whole:
-            return None
-        spare, live = plans[0], plans[-1]
-        if spare.outline != _outline(update) or live.outline != spare.outline or live.addresses != spare.addresses:
-            return None
-        same = all(_address(view.weight(name)) == address for name, address in spare.addresses.items())
-        return spare if same else None
-
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
         """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
@@ -398,9 +258,9 @@ class MergeEngine:
         places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
         plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
         copies = [copy for _, made in kept.values() for copy in made]
-        if not _may_be_refilled(plan, copies):
+        if not may_be_refilled(plan, copies):
             return replace(plan, outline=None)
-        return replace(plan, copies=copies, addresses={name: _address(weight) for name, weight in weights.items()})
+        return replace(plan, copies=copies, addresses={name: address_of(weight) for name, weight in weights.items()})
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
@@ -455,7 +315,7 @@ class MergeEngine:
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
             state.store.adopt(module.snapshots, module.store_reason)
-            state.plans = _chain(state, module)
+            state.plans = chained(state, module)
             state.previous, state.previous_version = module.before, state.weight_version
             state.live, state.weight_version = module.after, weight_version
             state.rounding_loss = (losses or {}).get(module.module)
@@ -577,36 +437,6 @@ def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
     targets = {placed.target.key: placed.target for placed in touched}
     layers = sorted({placed.pair.layer for placed in all_placed(after)})
     return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
-
-
-def _outline(update: ModuleUpdate) -> Outline:
-    """All of an update but its values."""
-    pairs = [(p.layer, p.a.shape, p.b.shape, p.a.dtype, p.b.dtype, p.scale, p.kernel) for p in update.pairs]
-    return (update.adapter, *pairs)
-
-
-def _address(weight: torch.Tensor) -> tuple[torch.device, int]:
-    return weight.device, weight.data_ptr()
-
-
-def _may_be_refilled(plan: ModulePlan, copies: Sequence[Copy]) -> bool:
-    """Whether nothing else uses a plan's pairs, all of them are merged, and its scratch serves its undoing too."""
-    return (
-        plan.outline is not None
-        and len(plan.after) == 1
-        and len(plan.jobs_after) == len(plan.written)
-        and {pair.layer for pair in all_pairs(plan.after)} == {copy.layer for copy in copies}
-        and all(kernels.alike(job, job) for _, job in plan.jobs_after)
-    )
-
-
-def _chain(state: ModuleState, settled: ModulePlan) -> tuple[ModulePlan, ...]:
-    """The plans that are kept once one is settled; without what would keep older pairs and base weights alive."""
-    if settled.outline is None:
-        return ()
-    kept = replace(settled, before={}, jobs_before=(), snapshots={}, store_reason=None)
-    chained = state.plans if state.plans and state.plans[-1].after is state.live else ()
-    return (*chained[-2:], kept)
 
 
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:

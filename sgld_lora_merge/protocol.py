@@ -89,6 +89,7 @@ class UploadQuery(BaseModel):
     )
     weight_version: str | None = Field(None, description="Recorded when the update is live, reported by the status.")
     update_id: str | None = Field(None, description="Names the update; the same upload again gets the same answer.")
+    commit: bool | None = Field(None, description="false: stay staged until POST /lora_merge/commit.")
     adapter: str = Field(DEFAULT_ADAPTER, description="Which adapter of its modules this is.")
 
 
@@ -279,8 +280,15 @@ def check_upload(query: UploadQuery) -> None:
         faults.append("update_id is empty")
     if query.adapter == "":
         faults.append("adapter is empty")
+    faults.extend(_commit_faults(query))
     if faults:
         raise RequestError(*faults)
+
+
+def _commit_faults(request: UpdateRequest | UploadQuery) -> list[str]:
+    if request.commit is False and request.update_id is None:
+        return ["commit: false needs an update_id, by which it is committed later"]
+    return []
 
 
 def _scaling_faults(request: UpdateRequest | UploadQuery) -> list[str]:
@@ -305,9 +313,7 @@ def _transaction_faults(request: UpdateRequest) -> list[str]:
             faults.append(f"num_buckets is {request.num_buckets}; it is at least 1")
         elif not 0 <= request.bucket_index < request.num_buckets:
             faults.append(f"bucket_index {request.bucket_index} is outside 0 to {request.num_buckets - 1}")
-    if request.commit is False and request.update_id is None:
-        faults.append("commit: false needs an update_id, by which it is committed later")
-    return faults
+    return [*faults, *_commit_faults(request)]
 
 
 def _describe(problem: Any) -> str:

@@ -1,4 +1,7 @@
-"""The trainer's side: it needs torch and a running engine, not sglang."""
+"""The trainer's side: it needs torch and a running engine, not sglang. `RayTransport` and `RolloutManager` need Ray."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from sgld_lora_merge.trainer.arguments import (
     add_lora_arguments,
@@ -18,6 +21,10 @@ from sgld_lora_merge.trainer.updaters import (
     DiffusionUpdateWeightLoRAUpload,
 )
 
+if TYPE_CHECKING:
+    from sgld_lora_merge.trainer.ray_transport import RayTransport
+    from sgld_lora_merge.trainer.rollout import RolloutManager
+
 __all__ = [
     "LORA_IPC_WEIGHT_UPDATE_MODE",
     "DiffusionUpdateWeightFromTensor",
@@ -27,6 +34,8 @@ __all__ = [
     "HttpTransport",
     "LayerPair",
     "PeftLoRAKeyMapper",
+    "RayTransport",
+    "RolloutManager",
     "SyncError",
     "SyncReport",
     "Transport",
@@ -38,3 +47,21 @@ __all__ = [
     "select_weight_sync",
     "validate_lora_arguments",
 ]
+
+_ON_RAY = {"RayTransport": "ray_transport", "RolloutManager": "rollout"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Ray when it is asked for.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    if name not in _ON_RAY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_ON_RAY[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ImportError(f"{name} needs Ray: pip install 'sgld-lora-merge[ray]'", name="ray") from error

@@ -195,12 +195,12 @@ def test_three_sets_of_pairs_are_kept_however_many_updates_come():
         assert len(kept) <= 3 * len(LAYERS)
 
 
-def test_any_sequence_of_steps_ends_where_an_engine_ends_that_never_refills(monkeypatch):
+def test_any_sequence_of_steps_ends_where_an_engine_ends_that_never_refills():
     seed = random.SystemRandom().randrange(2**31)
     chance = random.Random(seed)
     nets = [model(), model()]
     engines = [engine_of(net) for net in nets]
-    monkeypatch.setattr(engines[1], "_refilled", lambda updates: None)
+    engines[1].plan = lambda updates: engines[1]._allocate(engines[1].check(updates))
     for number in range(150):
         step = chance.choice(("update",) * 12 + ("refused", "partial", "rollback", "reset", "sleep"))
         for engine in engines:

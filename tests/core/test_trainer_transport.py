@@ -92,6 +92,7 @@ def test_a_refusal_carries_which_payloads_were_opened(engine):
     with pytest.raises(SyncError) as caught:
         HttpTransport(engine.url).update({"update_id": "u"})
     assert caught.value.payload_opened == [True, False]
+    assert caught.value.answered == 400
 
 
 @pytest.mark.parametrize("body", [b"<html>proxy</html>", b"[1]"])
@@ -125,8 +126,9 @@ def test_after_a_time_out_an_update_that_the_engine_abandoned_raises(engine):
 
 def test_an_engine_that_never_answers_raises_and_the_message_says_what_is_not_known(engine):
     engine.script = ["drop"]
-    with pytest.raises(SyncError, match="What became of the update is not known; its status is None"):
+    with pytest.raises(SyncError, match="What became of the update is not known; its status is None") as caught:
         HttpTransport(engine.url).update({"update_id": "u"})
+    assert caught.value.answered is None
     assert len(engine.posts) == transport.TRIES
 
 

@@ -158,6 +158,24 @@ def test_a_lost_answer_is_given_again(zimage):
     assert zimage.update(adapter, update_id="uploaded once").status_code == 409
 
 
+def test_with_commit_false_it_is_staged_until_it_is_committed(zimage):
+    adapter = zimage.adapter(seed=2)
+    zimage.update(zimage.adapter(seed=1), weight_version="6")
+    before = zimage.checksum()
+    query = {"lora_alpha": 6, "weight_version": "7", "commit": "false"}
+    for target in ({}, {"target_module": "transformer"}):
+        name = f"held {target}"
+        answer = upload(zimage, body(adapter), update_id=name, **query, **target).json()
+        assert (answer["state"], answer["weight_version"]) == ("staged", "6")
+        assert zimage.checksum() == before
+    answer = zimage.server.post("/lora_merge/commit", {"update_id": name})
+    assert (answer.status_code, answer.json()["weight_version"]) == (200, "7"), answer.text
+    zimage.holds(zimage.expect(adapter))
+    nameless = upload(zimage, body(adapter), lora_alpha=6, commit="false")
+    assert nameless.status_code == 400
+    assert "needs an update_id" in nameless.json()["message"]
+
+
 def test_a_foreign_origin_is_refused(zimage):
     answer = zimage.server.client.post("/lora_merge/upload", content=b"x", headers={"origin": "https://example.org"})
     assert answer.status_code == 403

@@ -1,0 +1,126 @@
+"""What an update asks for, what a plan of it holds, and what is live: data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgld_lora_merge import kernels
+from sgld_lora_merge.adapters import DEFAULT_ADAPTER, Adapters, Copy, all_pairs
+from sgld_lora_merge.base_store import BaseStore, Key
+from sgld_lora_merge.dynamic import Branch
+from sgld_lora_merge.kernels import MergeJob
+from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.targets import Offloaded, Target
+
+TargetJob = tuple[Target, MergeJob]
+Outline = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleUpdate:
+    """What one request does to one module.
+
+    Attributes:
+        module: name of the target module.
+        pairs: its pairs; they may be views into the sender's memory, the plan copies them.
+        whole: the pairs are the module's whole adapter, so that a target they do not name loses this adapter's update;
+            otherwise such a target keeps what it has.
+        allow_partial: leave out unknown layers, and report them, instead of refusing the update.
+        faults: what was wrong before there were pairs; a plan reports it together with its own.
+        adapter: which of the module's adapters this is; the others stay as they are.
+    """
+
+    module: str
+    pairs: Sequence[Pair]
+    whole: bool = False
+    allow_partial: bool = False
+    faults: Sequence[str] = ()
+    adapter: str = DEFAULT_ADAPTER
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePlan:
+    """One module's part of a plan: what it will hold, what is written, what was left out.
+
+    Attributes:
+        before, after: the module's adapters.
+        written: targets whose weight, or whose branch, changes.
+        snapshots: W0 of those that are merged into for the first time. store_reason: why they are where they are.
+        branches_before, branches_after: of those that are dynamic.
+        offloaded: how weights are written that cannot be in place.
+        jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
+        scratch: for both, by device.
+        outline: of the update, where another one of the same outline may use this plan's memory once it is free.
+        copies: how that memory is filled.
+        addresses: of the weights that the plan was made for.
+    """
+
+    module: str
+    before: Adapters
+    after: Adapters
+    written: tuple[Target, ...]
+    snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
+    store_reason: str | None = None
+    branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
+    branches_after: Mapping[Key, Branch | None] = field(default_factory=dict)
+    offloaded: Offloaded | None = None
+    jobs_before: Sequence[TargetJob] = ()
+    jobs_after: Sequence[TargetJob] = ()
+    scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
+    outline: Outline | None = None
+    copies: Sequence[Copy] = ()
+    addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def merged(self) -> list[Target]:
+        """The written targets whose weight changes."""
+        return [target for target in self.written if not target.dynamic]
+
+    @property
+    def merge_mode(self) -> str:
+        """How the written targets hold the update: ``merge``, ``dynamic``, or ``mixed``."""
+        modes = {"dynamic" if target.dynamic else "merge" for target in self.written}
+        return modes.pop() if len(modes) == 1 else "mixed"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A checked update with all its memory; commit it once."""
+
+    modules: tuple[ModulePlan, ...]
+
+    @property
+    def layers(self) -> int:
+        return sum(len(module.layers) for module in self.modules)
+
+    @property
+    def skipped(self) -> list[str]:
+        return [layer for module in self.modules for layer in module.skipped]
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """What is live in one module, and what was before it (the pairs, not the weights).
+
+    Attributes:
+        plans: of the last whole updates, the live one last; the first of three is free memory for the next update.
+    """
+
+    live: Adapters = field(default_factory=dict)
+    previous: Adapters | None = None
+    store: BaseStore = field(default_factory=BaseStore)
+    weight_version: str | None = None
+    previous_version: str | None = None
+    rounding_loss: float | None = None
+    plans: tuple[ModulePlan, ...] = ()
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every live pair, of all adapters."""
+        return all_pairs(self.live)
