@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -43,3 +44,20 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_metric_of_the_dashboard_and_of_the_page_is_one_of_the_engine():
+    from server_patches.metrics import text
+    from server_patches.record import Record
+
+    module = {"weight_version": "7", "layers": 1, "rounding_loss": 0.1, "base_store_bytes": 1}
+    record = Record(modules={"transformer": module})
+    record.failure("request")
+    record.received(1, live=True, timings_ms={"merge": 1.0})
+    there = set(re.findall(r"^(sgld_lora_\w+)", text(record).decode(), re.MULTILINE))
+    shown = re.compile(r"sgld_lora_[a-z_]*[a-z]")
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "dashboard.json").read_text())
+    asked = {name for panel in dashboard["panels"] for each in panel["targets"] for name in shown.findall(each["expr"])}
+    page = set(re.findall(r"^\| `(sgld_lora_\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    assert asked == page
+    assert asked <= there
