@@ -1,4 +1,4 @@
-"""The panels of dashboard.json over two minutes of a real engine, drawn with matplotlib.
+"""The panels of dashboard.json over a minute of a real engine, drawn with matplotlib.
 
     python -m docs.grafana.picture     # writes panels.png beside it
 
@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 FOLDER = Path(__file__).parent
-UPDATES, WINDOW = 90, 10
+UPDATES, WINDOW = 60, 10
 Series = dict[str, list[tuple[float, float]]]  # labels and values -> points
 
 
