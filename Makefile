@@ -53,7 +53,7 @@ check: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-* build demo_output .coverage

@@ -41,7 +41,17 @@ def test_every_message_of_the_failure_table_is_one_of_the_code():
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        tmp_path,
+    ]  # --quiet would hide warnings from --strict
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
