@@ -41,17 +41,8 @@ def test_every_message_of_the_failure_table_is_one_of_the_code():
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--site-dir",
-        tmp_path,
-    ]  # --quiet would hide warnings from --strict
+    # --quiet would keep warnings from --strict
+    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
