@@ -1,7 +1,7 @@
 """Who may reach the routes that change weights: token, origin, content type and size, before a body is parsed.
 
-The engine's own CORS policy is ``*``, so a web page could otherwise post a pickle from a browser beside the engine. Nor does a
-name that is the same count as the same origin: a page can make its own name stand for the engine's address.
+The engine's own CORS policy is ``*``, so a web page could otherwise post a pickle from a browser beside the engine. A
+page can also make its own name stand for the engine's address, so that the same name is not the same origin.
 """
 
 from __future__ import annotations

@@ -109,6 +109,29 @@ def inline(content: Any, protocol: int) -> bytes:
     return written
 
 
+def exports() -> list[bytes]:
+    """Handles as torch writes them, of a GPU and of shared memory that is gone; and what else the allow-list has."""
+    extent = map(value, ((2, 4), (4, 1), 0))
+    handle = map(value, ("GPU-1", b"handle", 64, 0, False, b"counter", 0, b"event", False))
+    gpu = named("torch", "Tensor"), *extent, named("torch.storage", "TypedStorage"), named("torch", "float32"), *handle
+    data = call(REDUCTIONS, "rebuild_cuda_tensor", *gpu)
+    parameter = call("torch._utils", "_rebuild_parameter", data, value(False), call("collections", "OrderedDict"))
+    gone = _shared(b"/tmp/torch-shm-dir-abcdef/manager.sock", b"/torch_1_2_3", 1)
+    listed = b"](" + b"".join(tuple_of(value(f"l.lora_{side}"), parameter) for side in "AB") + b"e"
+    module = call("collections", "OrderedDict", b"](" + tuple_of(value("transformer"), listed) + b"e")
+    nothing = call("builtins", "bytes")
+    return [pickled(data), pickled(module), pickled(gone), pickled(nothing)]
+
+
+def _shared(manager: bytes, handle: bytes, nbytes: int) -> bytes:
+    """A tensor in shared memory."""
+    names = b"ctorch\nUntypedStorage\n"
+    opened = call(REDUCTIONS, "rebuild_storage_filename", names, value(manager), value(handle), value(nbytes))
+    typed = call(REDUCTIONS, "rebuild_typed_storage", opened, named("torch", "uint8"))
+    extent = tuple_of(value(0), value((1,)), value((1,)), value(False))
+    return call(REDUCTIONS, "rebuild_tensor", named("torch", "Tensor"), typed, extent)
+
+
 # families
 
 
@@ -236,22 +259,16 @@ def _bombs() -> dict[str, bytes]:
 def _tensors() -> dict[str, bytes]:
     """Tensors that are not what their storages hold."""
     own = storage(stream_of(torch.ones(8)))
-    names = b"ctorch\nUntypedStorage\n"
-
-    def shared(manager: bytes, handle: bytes, nbytes: int) -> bytes:
-        opened = call(REDUCTIONS, "rebuild_storage_filename", names, value(manager), value(handle), value(nbytes))
-        typed = call(REDUCTIONS, "rebuild_typed_storage", opened, named("torch", "uint8"))
-        extent = tuple_of(value(0), value((1,)), value((1,)), value(False))
-        return pickled(call(REDUCTIONS, "rebuild_tensor", named("torch", "Tensor"), typed, extent))
-
     again = put(tensor(own), 20)
     return {
         "stride 0: 2^40 elements of 8": pickled(tensor(own, (2**20, 2**20), (0, 0))),
         "beyond its storage": pickled(tensor(own, (9,))),
         "negative stride": pickled(tensor(own, (8,), (-1,))),
         "one tensor under 100000 names": pickled(b"(" + again + get(20) * 10**5 + b"t"),
-        "shared memory: another file": shared(b"/tmp/torch-shm-dir-abc/manager.sock", b"/../../etc/passwd", 1),
-        "shared memory: another socket": shared(b"/var/run/docker.sock", b"/torch_1_2_3", 1),
-        "shared memory: a long socket": shared(b"x" * 300, b"/torch_1_2_3", 1),
-        "shared memory: gone": shared(b"/tmp/torch-shm-dir-abcdef/manager.sock", b"/torch_1_2_3", 2**40),
+        "shared memory: another file": pickled(
+            _shared(b"/tmp/torch-shm-dir-abc/manager.sock", b"/../../etc/passwd", 1)
+        ),
+        "shared memory: another socket": pickled(_shared(b"/var/run/docker.sock", b"/torch_1_2_3", 1)),
+        "shared memory: a long socket": pickled(_shared(b"x" * 300, b"/torch_1_2_3", 1)),
+        "shared memory: gone": pickled(_shared(b"/tmp/torch-shm-dir-abcdef/manager.sock", b"/torch_1_2_3", 2**40)),
     }
