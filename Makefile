@@ -7,9 +7,10 @@ PYTHON ?= python3
 INSTALLED := $(VENV)/.installed-$(SGLANG)
 EXTRA := $(wildcard requirements/engine-cpu-$(SGLANG).txt)
 BIN := $(VENV)/bin
+SECONDS ?= 240
 ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 
-.PHONY: help install demo test test-engine test-matrix check docs clean
+.PHONY: help install demo test test-engine test-matrix check docs fuzz audit licences clean
 
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
@@ -17,6 +18,8 @@ help:
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
 	@echo "make docs     the site of docs/, in build/site; a warning is an error"
+	@echo "make fuzz     every reader of a caller's bytes under atheris, SECONDS=$(SECONDS) each"
+	@echo "make audit    known vulnerabilities of what is installed (needs a network)"
 	@echo "make test-matrix   what depends on sglang, on each of sglang $(ENGINES) (2.4 GB each)"
 
 install: $(INSTALLED)
@@ -34,7 +37,7 @@ demo: install
 	$(BIN)/python -m examples.demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not slow" --cov --cov-report=term
 
 test-engine: install
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(ENGINE_TESTS)
@@ -54,6 +57,19 @@ check: install
 
 docs: install
 	$(BIN)/mkdocs build --strict
+
+$(INSTALLED)-fuzz: $(INSTALLED) requirements/fuzz.txt
+	$(BIN)/python -m pip install -q -r requirements/fuzz.txt
+	touch $@
+
+fuzz: $(INSTALLED)-fuzz
+	for target in unpickler layout upload request; do $(BIN)/python -m fuzz $$target -max_total_time=$(SECONDS) || exit 1; done
+
+audit: $(INSTALLED)-fuzz
+	$(BIN)/pip-audit --skip-editable
+
+licences: install
+	$(BIN)/python -m support.licences > docs/licences.md
 
 clean:
 	rm -rf .venv .venv-* build demo_output .coverage

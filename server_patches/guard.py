@@ -1,11 +1,13 @@
 """Who may reach the routes that change weights: token, origin, content type and size, before a body is parsed.
 
-The engine's own CORS policy is ``*``, so a web page could otherwise post a pickle from a browser beside the engine.
+The engine's own CORS policy is ``*``, so a web page could otherwise post a pickle from a browser beside the engine. A
+page can also make its own name stand for the engine's address, so that the same name is not the same origin.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -24,6 +26,12 @@ WEIGHT_ROUTES = (
     "/update_weights_from_disk",
     "/update_weights_from_tensor_checker",
     "/get_weights_checksum",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/v1/set_lora",
+    "/v1/merge_lora_weights",
+    "/v1/unmerge_lora_weights",
+    "/v1/list_loras",
 )
 OWN_PREFIX = "/lora_merge/"
 UPLOAD_ROUTE = "/lora_merge/upload"  # takes whatever content type curl sends
@@ -72,8 +80,9 @@ def refusal(
         given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {limits.api_key}".encode()):
             return 401, f"{API_KEY_VARIABLE} is set: send Authorization: Bearer <its value>"
-    origin, host = headers.get("origin"), headers.get("host")
-    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+    origin, host = headers.get("origin"), headers.get("host", "")
+    own = (f"http://{host}", f"https://{host}") if limits.api_key is not None or _is_address(host) else ()
+    if origin is not None and origin not in own:
         return 403, f"the origin {origin} is foreign to this engine; weight routes are not for web pages"
     if method != "POST":
         return None
@@ -85,6 +94,16 @@ def refusal(
     if length.isdigit() and int(length) > limits.max_body_bytes:
         return 413, _too_large(int(length), limits)
     return None
+
+
+def _is_address(host: str) -> bool:
+    """Whether a Host header is an IP address or localhost, with or without a port."""
+    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
 
 
 class Guard:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sglang.multimodal_gen.runtime.entrypoints import http_server
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
@@ -18,8 +18,9 @@ from server_patches import metrics
 from server_patches.backport import give_failure
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
 from server_patches.journal import Entry, line
+from server_patches.openapi import file_body, json_body
 from server_patches.record import Record, digest
-from server_patches.replicas import NoAnswer, Replicas
+from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq
 from server_patches.settings import positive_number, refusal
 from server_patches.upload import received, remove_leftovers
@@ -74,22 +75,24 @@ class MergeRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["lora_merge"])
-        body = {"requestBody": {"content": {"application/json": {"schema": UpdateRequest.model_json_schema()}}}}
-        responses: dict[int | str, dict[str, Any]] = {
-            200: {"model": UpdateAnswer},
-            **{status: {"model": ErrorAnswer} for status in (400, 401, 403, 409, 413, 415, 422, 500, 503)},
+        errors: dict[int | str, dict[str, Any]] = {
+            status: {"model": ErrorAnswer} for status in (400, 401, 403, 409, 413, 415, 422, 500, 503)
         }
-        router.post(UPDATE_ROUTE, responses=responses, openapi_extra=body)(self.update)
+        answers = {200: {"model": UpdateAnswer}, **errors}
+        router.post(UPDATE_ROUTE, responses=answers, openapi_extra=json_body(UpdateRequest))(self.update)
+        router.post(UPLOAD_ROUTE, responses=answers, openapi_extra=file_body(UploadQuery))(self.upload)
+        for name, model, act in (
+            ("reset", ResetRequest, self.reset),
+            ("rollback", RollbackRequest, self.rollback),
+            ("verify", VerifyRequest, self.verify),
+            ("commit", TransactionRequest, self.commit),
+            ("abort", TransactionRequest, self.abort),
+        ):
+            router.post(f"/lora_merge/{name}", responses=errors, openapi_extra=json_body(model))(act)
         router.get(STATUS_ROUTE)(self.status)
-        router.post("/lora_merge/reset")(self.reset)
-        router.post("/lora_merge/rollback")(self.rollback)
-        router.post("/lora_merge/verify")(self.verify)
-        router.post("/lora_merge/resolve")(self.resolve)
-        router.get("/lora_merge/metrics")(self.metrics)
-        router.post("/lora_merge/commit")(self.commit)
-        router.post("/lora_merge/abort")(self.abort)
+        router.get("/lora_merge/metrics", response_class=PlainTextResponse)(self.metrics)
+        router.post("/lora_merge/resolve", responses=errors, openapi_extra=json_body(ResolveRequest))(self.resolve)
         router.get("/model_info", include_in_schema=False)(self.model_info)
-        router.post(UPLOAD_ROUTE, responses=responses)(self.upload)
         return router
 
     async def update(self, request: Request) -> JSONResponse:
@@ -374,6 +377,8 @@ async def _ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
     try:
         response = await client._forward_one(client.server_args.scheduler_endpoint_for(replica), req, None)
     except Exception as error:
+        if client.failure_reason is not None:
+            raise WorkersGone(client.failure_reason) from error
         raise NoAnswer(
             f"the workers did not answer: {error}. What became of the request is not known: see {STATUS_ROUTE}, and "
             "repeat the same body if it has an update_id"

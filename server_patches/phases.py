@@ -60,6 +60,8 @@ class Phases:
         opened[self._replica.rank_in_group] = verdict.opened
         verdicts = self.agree(verdict)
         opened[:] = [each.opened for each in verdicts]
+        if any(each.reason == NotTogether.reason for each in verdicts):
+            raise NotTogether(told(verdicts))
         raise_if_bad(verdicts)
         assert result is not None
         return result
@@ -132,5 +134,6 @@ class Phases:
         """
         try:
             return gather(mine, self._replica, self._timeout_s)
-        except Silence as error:
-            raise NotTogether(f"{error}{context}. The ranks have lost each other: restart the engine") from error
+        except Exception as error:  # whatever it is: this rank has not heard the others, nor they it
+            told = error if isinstance(error, Silence) else f"{type(error).__name__}: {error}"
+            raise NotTogether(f"{told}{context}. The ranks have lost each other: restart the engine") from error

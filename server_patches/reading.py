@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_world_group
-from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from server_patches.clock import Clock
 from server_patches.requests import MergeReq
@@ -81,14 +79,7 @@ class Reading:
             ConflictError: the engine is asleep.
         """
         self._states.refuse_sleep()
-        payload = _own_payload(req)
-        monkey_patch_torch_reductions()  # sglang's convention for the GPU of a handle
-        try:
-            content = MultiprocessingSerializer.deserialize(payload)
-        except Exception as error:  # whatever a hostile or broken pickle ends in
-            raise RequestError(f"Failed to deserialize serialized_named_tensors: {error}") from error
-        clock.opened = True
-        return content
+        return _content(req, clock)
 
     def _open(
         self, req: MergeReq, clock: Clock
@@ -112,15 +103,20 @@ class Reading:
             named, scaling = read_adapter(req.upload_path)
             clock.opened = True
             return {module: named}, {module: scaling}
-        world = get_world_group()  # of all replicas
-        shared = len(req.serialized_named_tensors) < world.world_size
-        reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
-        try:
-            content = decode(_own_payload(req), reader)
-            reader.opened = True  # tensors may also have come inline, without a handle
-        finally:
-            clock.opened = reader.opened
-        return named_tensors(content, req.load_format, modules, routed), req.layer_scaling or {}
+        return named_tensors(_content(req, clock), req.load_format, modules, routed), req.layer_scaling or {}
+
+
+def _content(req: MergeReq, clock: Clock) -> object:
+    """What this rank's payload holds, by our own unpickler: sglang's has no limits of memory, and imports by name."""
+    world = get_world_group()  # of all replicas
+    shared = len(req.serialized_named_tensors) < world.world_size
+    reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
+    try:
+        content = decode(_own_payload(req), reader)
+        reader.opened = True  # tensors may also have come inline, without a handle
+    finally:
+        clock.opened = reader.opened
+    return content
 
 
 def _own_payload(req: MergeReq) -> str:

@@ -35,6 +35,13 @@ class NoAnswer(LoraMergeError):
     reason = "no_answer"
 
 
+class WorkersGone(NoAnswer):
+    """A worker process has ended: only a restart brings the engine back."""
+
+    status = NotTogether.status
+    reason = NotTogether.reason
+
+
 class Replicas:
     """Asks every replica and answers for all of them.
 

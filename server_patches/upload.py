@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -46,29 +46,49 @@ async def received(chunks: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
         LoraMergeError: there is no room for it.
     """
     hasher, nbytes = hashlib.sha256(), 0
-    with tempfile.NamedTemporaryFile(prefix=f"{_PREFIX}{os.getpid()}_", dir=folder()) as file:
+    with _private_file() as (descriptor, path):
         async for chunk in chunks:
             hasher.update(chunk)
             nbytes += len(chunk)
-            try:
-                file.write(chunk)
-            except OSError as error:
-                raise LoraMergeError(
-                    f"{folder()} has no room for the upload, {nbytes} bytes so far: {error}"
-                ) from error
-        file.flush()
-        yield Upload(file.name, nbytes, hasher.hexdigest())
+            _write(descriptor, chunk, nbytes)
+        yield Upload(path, nbytes, hasher.hexdigest())
 
 
 def remove_leftovers() -> None:
-    """Files of processes that are gone, which a crash has left."""
-    for path, process in _uploads():
-        if not Path(f"/proc/{process}").exists():
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _uploads() -> Iterator[tuple[Path, int]]:
+    """Files that a crash has left: nobody holds their lock, whichever process wrote them, in whichever container."""
     for path in folder().glob(f"{_PREFIX}*"):
-        if match := re.match(rf"{_PREFIX}(\d+)_", path.name):
-            yield path, int(match[1])
+        with contextlib.suppress(OSError):  # in use, or another user's
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _private_file() -> Iterator[tuple[int, str]]:
+    """A locked file of mode 0600: its descriptor and path.
+
+    Raises:
+        LoraMergeError: none can be made.
+    """
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder())
+    except OSError as error:
+        raise LoraMergeError(f"{folder()} takes no file for the upload: {error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor, path
+    finally:
+        os.unlink(path)
+        os.close(descriptor)
+
+
+def _write(descriptor: int, chunk: bytes, so_far: int) -> None:
+    left = memoryview(chunk)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except OSError as error:
+            raise LoraMergeError(f"{folder()} has no room for the upload, {so_far} bytes so far: {error}") from error

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_STAGED_MB = 16384.0
+_ALONE = ("status", "verify", "abort", "undo")  # operations in which ranks do not begin with an agreement
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class MergeWorker:
         clock = self._prepared[1] if req.step == "finish" and self._prepared is not None else Clock()
         opened: list[bool] = [False] * self._replica.world_size
         try:
-            if self._failed is not None:
+            if self._failed is not None and req.operation in _ALONE:
                 raise NotTogether(self._failed)
             match req.operation:
                 case "status":
@@ -180,6 +181,19 @@ class MergeWorker:
         if req.step == "prepare":
             return {"message": "prepared"}
         stats = self._phases.commit(plan, clock)
+        try:
+            self._settle(req, plan, stats)
+        except Exception as error:
+            raise NotTogether(
+                f"the new weights are live, but this rank could not record it: {type(error).__name__}: {error}. "
+                "Restart the engine"
+            ) from error
+        timings = clock.milliseconds()
+        self._timings |= {part.module: timings for part in plan.modules}
+        return self._live_answer(req, plan, stats, timings)
+
+    def _settle(self, req: MergeReq, plan: Plan, stats: Mapping[str, MergeStats]) -> None:
+        """Make what every rank has written the state of this one."""
         self._remember(req, plan)
         losses = {part.module: stats[part.module].rounding_loss for part in plan.modules if part.merged}
         match req.operation:
@@ -193,9 +207,6 @@ class MergeWorker:
                     self._staged = None  # live now, or abandoned by another update
                 if self._phases.is_first:
                     self._warnings.merged(losses)
-        timings = clock.milliseconds()
-        self._timings |= {part.module: timings for part in plan.modules}
-        return self._live_answer(req, plan, stats, timings)
 
     def _live_answer(
         self, req: MergeReq, plan: Plan, stats: Mapping[str, MergeStats], timings: dict[str, float]
@@ -246,10 +257,16 @@ class MergeWorker:
             self._prepared = self._before = None
         if req.step == "finish":
             work = self._take_prepared
-        result = self._phases.all_or_none(lambda: work(req, clock), clock, opened)
+        result = self._phases.all_or_none(lambda: self._unless_failed(work)(req, clock), clock, opened)
         if req.step == "prepare":
             self._prepared = result, clock
         return result
+
+    def _unless_failed(self, work: Callable[[MergeReq, Clock], Any]) -> Callable[[MergeReq, Clock], Any]:
+        """The work; a rank that has failed says so in the agreement, or the others would wait for it."""
+        if self._failed is not None:
+            raise NotTogether(self._failed)
+        return work
 
     def _take_prepared(self, _: MergeReq, __: Clock) -> Any:
         """What was prepared, if the engine is still in a state for it: other requests may have come in between."""

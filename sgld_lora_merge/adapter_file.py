@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from sgld_lora_merge.errors import RequestError
@@ -32,9 +31,12 @@ def _layer_scaling(text: str | None) -> dict[str, float]:
     if text is None:
         return {}
     try:
-        scaling = json.loads(text)
+        scaling = from_json(text, allow_inf_nan=True)
     except ValueError as error:
         raise RequestError(f"{LAYER_SCALING} in the file's metadata is not JSON: {error}") from error
     if not isinstance(scaling, dict) or not all(type(scale) in (int, float) for scale in scaling.values()):
         raise RequestError(f"{LAYER_SCALING} in the file's metadata is not an object of numbers")
-    return {layer: float(scale) for layer, scale in scaling.items()}
+    try:
+        return {layer: float(scale) for layer, scale in scaling.items()}
+    except OverflowError as error:
+        raise RequestError(f"{LAYER_SCALING} in the file's metadata has a number that is too large") from error

@@ -14,12 +14,22 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
+from pydantic_core import from_json
 
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.errors import RequestError, in_short
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
 Entry = TypeVar("Entry")
 Result = TypeVar("Result")
+MAX_DIMENSIONS = 64  # of a tensor in torch
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "bfloat16", "bool", "complex64", "complex128", "float16", "float32", "float64", "float8_e4m3fn",
+        "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8", "int16", "int32", "int64", "uint8", "uint16",
+        "uint32", "uint64",
+    )
+}  # fmt: skip
 LONGEST_REMEMBERED = 2**22  # characters of a layout that is kept for the next bucket
 
 
@@ -104,9 +114,9 @@ def entries_of(layout: object) -> Sequence[Slot]:
 @functools.lru_cache(maxsize=8)
 def _slots(layout: str) -> Sequence[Slot]:
     try:
-        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in json.loads(layout)]
+        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in from_json(layout)]
         entries = [BucketEntry(n, shape, dtype, start, stop, stop - start) for n, dtype, shape, start, stop in rows]
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"
         raise RequestError(told) from error
     return _each(entries, _slot)
@@ -123,9 +133,17 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Sequence[Slot
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (BucketEntry, Slot)) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     typed: dict[torch.dtype, torch.Tensor] = {}
+    left = flat.numel()
 
     def tensor(entry: BucketEntry | Slot) -> tuple[str, torch.Tensor]:
-        return entry.name, _view(flat, entry if isinstance(entry, Slot) else _slot(entry), typed)
+        nonlocal left
+        slot = entry if isinstance(entry, Slot) else _slot(entry)
+        if slot.stop > flat.numel():
+            raise ValueError(f"[{slot.start}, {slot.stop}) is outside the bucket of {flat.numel()} bytes")
+        left -= slot.stop - slot.start
+        if left < 0:  # an unaligned slot is a copy: many that overlap would have no end
+            raise ValueError(f"with it the entries take more than the {flat.numel()} bytes of the bucket")
+        return slot.name, _view(flat, slot, typed)
 
     return _each(entries, tensor)
 
@@ -149,6 +167,8 @@ def _slot(entry: BucketEntry) -> Slot:
         raise TypeError(f"the name is a {type(entry.name).__name__}, not a string")
     dtype = _dtype(entry.dtype)
     shape, start, stop = tuple(entry.shape), entry.start_idx, entry.end_idx
+    if len(shape) > MAX_DIMENSIONS:  # their product alone would take minutes
+        raise ValueError(f"the shape has {len(shape)} dimensions, torch has at most {MAX_DIMENSIONS}")
     for value in (*shape, start, stop):
         if not isinstance(value, int) or not 0 <= value < 2**63:
             raise ValueError("shape, start_idx and end_idx are to be integers from 0 that fit 64 bits")
@@ -164,8 +184,6 @@ def _slot(entry: BucketEntry) -> Slot:
 def _view(flat: torch.Tensor, slot: Slot, typed: dict[torch.dtype, torch.Tensor]) -> torch.Tensor:
     """A slot's tensor; ``typed`` has the bucket as the dtypes that were met, since each view of it takes its time."""
     _, dtype, shape, strides, start, stop = slot
-    if stop > flat.numel():
-        raise ValueError(f"[{start}, {stop}) is outside the bucket of {flat.numel()} bytes")
     whole, itemsize = typed.get(dtype), dtype.itemsize
     if start % itemsize or (whole is None and (flat.storage_offset() % itemsize or flat.data_ptr() % itemsize)):
         return flat[start:stop].clone().view(dtype).view(shape)  # a sender that does not align its tensors
@@ -175,8 +193,7 @@ def _view(flat: torch.Tensor, slot: Slot, typed: dict[torch.dtype, torch.Tensor]
 
 
 def _dtype(value: object) -> torch.dtype:
-    if isinstance(value, str):
-        value = getattr(torch, value.removeprefix("torch."), value)
-    if not isinstance(value, torch.dtype):
-        raise ValueError(f"{value!r} is not a dtype")
-    return value
+    dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{in_short(value)} is not a dtype")
+    return dtype

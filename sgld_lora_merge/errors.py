@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 SHOWN_FAULTS = 10
@@ -19,6 +20,12 @@ def name_some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN_FAULTS])
     hidden = len(names) - SHOWN_FAULTS
     return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def in_short(value: object) -> str:
+    """A plain value in few characters, anything else by its kind: containers may hold each other many times over."""
+    plain = value is None or type(value) in (str, bytes, int, float, bool)
+    return reprlib.repr(value) if plain else f"a {type(value).__name__}"
 
 
 class LoraMergeError(Exception):

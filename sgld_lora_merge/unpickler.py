@@ -7,6 +7,9 @@ and takes gigabytes for a large memo index.
 
 It works in two phases. Unpickling builds descriptions only; when the whole payload has turned out to be sound, its
 handles are opened and the descriptions become tensors. A payload that is refused for what it says was never opened.
+
+Neither memory nor time may grow beyond what the payload's bytes and its storages account for: parts that are named
+again and again are paid for each time, and no tensor is larger than its storage.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -23,12 +28,17 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch.multiprocessing import reductions
 
-from sgld_lora_merge.bucket import BucketEntry
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.bucket import DTYPES, MAX_DIMENSIONS, BucketEntry
+from sgld_lora_merge.errors import RequestError, in_short
 
 _MAX_INT = 2**63 - 1
 _MAX_DEPTH = 6  # of containers in a payload: modules, bucket, list, pair, tensor
+_MAX_COPIES = 4  # parts copied for each byte of a payload; pickles that name no part twice stay below 2
+_MAX_VIEWS = 4  # bytes of tensors for each byte of storages; more than 1 where tensors are tied
 _MAX_SOCKET_PATH = 107  # bytes, sun_path of a Unix socket without its end
+# What torch itself exports, so that no other socket is connected to and no other object is mapped.
+_MANAGER = re.compile(rb"(/[^\0]*)?/torch-shm-dir-\w+/manager\.sock")
+_HANDLE = re.compile(rb"/torch_\d+_\d+_\d+")
 
 
 class PayloadReader:
@@ -57,7 +67,7 @@ def load(data: bytes, reader: PayloadReader) -> object:
     """
     try:
         described = _Unpickler(data, reader).load()
-        checked = _walk(described, _checked, _MAX_DEPTH, _Budget(len(data)))
+        checked = _walk(described, _Checker(), _MAX_DEPTH, _Budget(len(data)))
         return _walk(checked, _Opener(reader), _MAX_DEPTH, _Budget(len(data)))
     except RequestError:
         raise
@@ -81,9 +91,13 @@ class _SharedMemory(NamedTuple):
 
 
 class _Inline(NamedTuple):
-    """A storage that travels in the payload itself, in torch's own format."""
+    """A storage that travels in the payload itself."""
 
-    data: bytes
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
 
 
 class _Empty(NamedTuple):
@@ -93,10 +107,10 @@ class _Empty(NamedTuple):
 
 
 class _Typed(NamedTuple):
-    """A storage and the dtype it is read with; an inline one knows its own."""
+    """A storage and the dtype it is read with."""
 
     storage: _SharedMemory | _Inline | _Empty
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
 
 class _Tensor(NamedTuple):
@@ -106,6 +120,10 @@ class _Tensor(NamedTuple):
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.typed.dtype.itemsize
 
 
 class _CudaTensor(NamedTuple):
@@ -130,10 +148,23 @@ class _Descriptor:
 
 _OPCODES = (
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
     "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "GLOBAL",
-    "STACK_GLOBAL", "REDUCE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE",
+    "STACK_GLOBAL", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE",
 )  # fmt: skip
+
+
+_TEXTS = (pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8)
+
+
+def _strict_text(opcode: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The opcode, but for lone surrogates, with which no answer could name the text."""
+
+    def read(unpickler: _Unpickler) -> None:
+        opcode(unpickler)
+        unpickler.stack[-1].encode()
+
+    return read
 
 
 class _Unpickler(pickle._Unpickler):
@@ -144,6 +175,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, data: bytes, reader: PayloadReader) -> None:
         super().__init__(io.BytesIO(data))
         self._reader = reader
+        self._copies = _Budget(_MAX_COPIES * len(data))
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CUDA_EXPORTS:
@@ -152,6 +184,15 @@ class _Unpickler(pickle._Unpickler):
         if found is None:
             raise RequestError(f"the payload names {module}.{name}, which is outside the allow-list")
         return found
+
+    def _call(self) -> None:
+        """REDUCE: what the call may copy is paid for."""
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple:
+            raise RequestError("the payload calls something without a tuple of arguments")
+        sized = [len(part) for part in arguments if type(part) in (str, bytes, tuple, list)]
+        self._copies.spend(len(arguments) + sum(sized))
+        self.append(function(*arguments))
 
     def _make(self) -> None:
         """NEWOBJ: of a class, only the two that pickles of ours and of sglang's instantiate."""
@@ -167,6 +208,7 @@ class _Unpickler(pickle._Unpickler):
         state, entry = self.stack.pop(), self.stack[-1]
         if type(entry) is not _Entry or type(state) is not dict:
             raise RequestError(f"the payload sets attributes of a {type(entry).__name__}")
+        self._copies.spend(len(state))
         vars(entry).update(state)
 
     def _set_items(self, items: list[Any]) -> None:
@@ -184,6 +226,8 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {
         **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _OPCODES)},
+        **{code[0]: _strict_text(pickle._Unpickler.dispatch[code[0]]) for code in _TEXTS},
+        pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _make,
         pickle.BUILD[0]: _give_fields,
         pickle.SETITEM[0]: _set_item,
@@ -193,29 +237,36 @@ class _Unpickler(pickle._Unpickler):
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
-        raise RequestError(f"{value!r} is not a size")
+        raise RequestError(f"{in_short(value)} is not a size")
     return value
 
 
 def _dtype(value: object) -> torch.dtype:
     if not isinstance(value, torch.dtype):
-        raise RequestError(f"{value!r} is not a dtype")
+        raise RequestError(f"{in_short(value)} is not a dtype")
     return value
 
 
 def _size(value: object = ()) -> tuple[int, ...]:
     if type(value) not in (tuple, list):
-        raise RequestError(f"{value!r} is not a shape")
+        raise RequestError(f"{in_short(value)} is not a shape")
+    if len(value) > MAX_DIMENSIONS:  # type: ignore[arg-type]
+        raise RequestError(f"a shape has {len(value)} dimensions, torch has at most {MAX_DIMENSIONS}")  # type: ignore[arg-type]
     return tuple(_count(item) for item in value)  # type: ignore[attr-defined]
 
 
 def _check_extent(size: tuple[int, ...], stride: tuple[int, ...], offset: int, itemsize: int, nbytes: int) -> None:
-    """A view must stay inside its storage; torch would grow the storage instead."""
+    """A view must stay inside its storage; torch would grow the storage instead. Nor may it repeat elements of it:
+
+    a stride of 0 makes a tensor of any size from one element.
+    """
     if len(size) != len(stride):
         raise RequestError(f"shape {size} and stride {stride} differ in length")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if all(size) else offset - 1
     if (last + 1) * itemsize > nbytes:
         raise RequestError(f"shape {size} at {offset} needs {(last + 1) * itemsize} bytes, its storage has {nbytes}")
+    if math.prod(size) * itemsize > nbytes:
+        raise RequestError(f"shape {size} with stride {stride} repeats elements of a storage of {nbytes} bytes")
 
 
 def _cuda_tensor(reader: PayloadReader, *arguments: object) -> _CudaTensor:
@@ -243,6 +294,10 @@ def _shared_memory(_: object, manager: object, handle: object, nbytes: object, *
         raise RequestError("rebuild_storage_filename takes names as bytes")
     if len(manager) > _MAX_SOCKET_PATH or len(handle) > _MAX_SOCKET_PATH:
         raise RequestError("rebuild_storage_filename takes names of at most 107 bytes")
+    if _MANAGER.fullmatch(manager) is None or _HANDLE.fullmatch(handle) is None:
+        raise RequestError(
+            f"{in_short(manager)} and {in_short(handle)} are not names of shared memory that torch exports"
+        )
     return _SharedMemory(manager, handle, _count(nbytes))
 
 
@@ -250,8 +305,7 @@ def _tensor_on(typed: object, offset: object, size: object, stride: object) -> _
     if not isinstance(typed, _Typed):
         raise RequestError(f"a tensor needs a typed storage, not {type(typed).__name__}")
     tensor = _Tensor(typed, _count(offset), _size(size), _size(stride))
-    if typed.dtype is not None and not isinstance(typed.storage, _Inline):
-        _check_extent(tensor.size, tensor.stride, tensor.offset, typed.dtype.itemsize, typed.storage.nbytes)
+    _check_extent(tensor.size, tensor.stride, tensor.offset, typed.dtype.itemsize, typed.storage.nbytes)
     return tensor
 
 
@@ -288,10 +342,42 @@ def _rebuild_storage_fd(*_: object) -> NoReturn:
     )
 
 
+class _StorageStream(_Unpickler):
+    """The pickles in front of an inline storage's bytes; what they say of it is a persistent id."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super(_Unpickler, self).__init__(stream)
+        self._copies = _Budget(0)  # they call nothing
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = _STORAGES.get((module, name))
+        if dtype is None:
+            raise RequestError(f"an inline storage names {module}.{name}, which is outside the allow-list")
+        return dtype
+
+    def _keep_id(self) -> None:
+        """BINPERSID: the id is all there is."""
+
+    dispatch: ClassVar[dict[int, Callable[..., Any]]] = {**_Unpickler.dispatch, pickle.BINPERSID[0]: _keep_id}
+
+
 def _load_from_bytes(data: object) -> _Typed:
+    """A storage in the format of `torch.save` that storages are pickled in: five pickles, a count, the bytes.
+
+    Read here and not by `torch.load`, which also reads compressed archives and allocates what a stream claims.
+    """
     if not isinstance(data, bytes):
         raise RequestError("an inline storage needs bytes")
-    return _Typed(_Inline(data), None)
+    if not data.startswith(_STREAM_START):
+        raise RequestError("an inline storage is not in the format that torch pickles storages in")
+    stream = io.BytesIO(data)
+    _, _, _, described, keys = (_StorageStream(stream).load() for _ in range(5))
+    if type(described) is not tuple or len(described) != 6 or described[0] != "storage" or keys != [described[2]]:
+        raise RequestError("an inline storage is expected, and one alone")
+    dtype, own = _dtype(described[1]), memoryview(data)[stream.tell() + 8 :]
+    if int.from_bytes(stream.read(8), "little") * dtype.itemsize != own.nbytes or own.nbytes == 0:
+        raise RequestError(f"an inline storage of {dtype} has {own.nbytes} bytes, and says that it has others")
+    return _Typed(_Inline(own), dtype)
 
 
 def _ordered(items: object = ()) -> dict[str, Any]:
@@ -316,11 +402,23 @@ def _no_bytes(*arguments: object) -> bytes:
     return b""
 
 
-_DTYPE_NAMES = (
-    "bfloat16", "bool", "complex64", "complex128", "float16", "float32", "float64", "float8_e4m3fn",
-    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8", "int16", "int32", "int64", "uint8", "uint16",
-    "uint32", "uint64",
-)  # fmt: skip
+_STREAM_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, 2) + pickle.dumps(
+    torch.serialization.PROTOCOL_VERSION, 2
+)
+_STORAGES = {
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "BoolStorage"): torch.bool,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ComplexDoubleStorage"): torch.complex128,
+    ("torch", "ComplexFloatStorage"): torch.complex64,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "ShortStorage"): torch.int16,
+}
 
 _CUDA_EXPORTS = {
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
@@ -348,26 +446,26 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "bytes"): _no_bytes,
     ("__builtin__", "bytes"): _no_bytes,  # as protocol 2 spells it
     ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): _Entry,
-    **{("torch", name): getattr(torch, name) for name in _DTYPE_NAMES},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 
 
 # What checking and opening make of it
 
-_LEAVES = (str, bytes, int, float, torch.dtype, type(None))
+_LEAVES = (str, bytes, int, float, bool, torch.dtype, type(None))
 _ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
 
 class _Budget:
-    """How many parts a payload may have: as many as it has bytes. Containers in each other would have no end."""
+    """How many parts a payload may have or copy, by its bytes. Containers in each other would have no end."""
 
     def __init__(self, parts: int) -> None:
         self._left = parts
 
-    def spend(self) -> None:
-        self._left -= 1
+    def spend(self, parts: int = 1) -> None:
+        self._left -= parts
         if self._left < 0:
-            raise RequestError("the payload's containers hold each other")
+            raise RequestError("the payload's parts hold each other, or are named too often")
 
 
 def _walk(content: object, leaf: Callable[[object], object], depth: int, budget: _Budget) -> object:
@@ -383,15 +481,30 @@ def _walk(content: object, leaf: Callable[[object], object], depth: int, budget:
     return type(content)([_walk(value, leaf, depth - 1, budget) for value in content])
 
 
-def _checked(part: object) -> object:
+class _Checker:
     """Metadata entries whole, descriptions of tensors and plain values as they are."""
-    if isinstance(part, _Entry):
-        if vars(part).keys() != _ENTRY_FIELDS:
-            raise RequestError(f"bucket metadata has the fields {sorted(vars(part))}, not {sorted(_ENTRY_FIELDS)}")
-        return BucketEntry(**vars(part))
-    if isinstance(part, (_Tensor, _CudaTensor, *_LEAVES)):
+
+    def __init__(self) -> None:
+        self._viewed = self._stored = 0  # bytes
+        self._seen: set[int] = set()
+
+    def __call__(self, part: object) -> object:
+        if isinstance(part, _Entry):
+            if vars(part).keys() != _ENTRY_FIELDS:
+                raise RequestError(f"bucket metadata has the fields {sorted(vars(part))}, not {sorted(_ENTRY_FIELDS)}")
+            return BucketEntry(**vars(part))
+        if isinstance(part, _Tensor):
+            self._viewed += part.nbytes
+            if id(part.typed) not in self._seen:
+                self._seen.add(id(part.typed))
+                self._stored += part.typed.storage.nbytes
+            if self._viewed > _MAX_VIEWS * self._stored:
+                raise RequestError(
+                    f"the payload's tensors have {self._viewed} bytes, many times those they are views of"
+                )
+        elif not isinstance(part, (_CudaTensor, *_LEAVES)):
+            raise RequestError(f"the payload holds a {type(part).__name__}, not tensors")
         return part
-    raise RequestError(f"the payload holds a {type(part).__name__}, not tensors")
 
 
 class _Opener:
@@ -416,14 +529,13 @@ class _Opener:
 
 
 def _open_storage(typed: _Typed, reader: PayloadReader) -> torch.storage.TypedStorage:
-    if isinstance(typed.storage, _Inline):
-        loaded = torch.load(io.BytesIO(typed.storage.data), map_location="cpu", weights_only=True)
-        if not isinstance(loaded, torch.storage.TypedStorage):
-            raise RequestError(f"an inline storage is expected, not {type(loaded).__name__}")
-        return loaded
-    untyped = torch.UntypedStorage(0)
-    if isinstance(typed.storage, _SharedMemory):
-        untyped = _open_shared_memory(typed.storage, reader)
+    match typed.storage:
+        case _SharedMemory():
+            untyped = _open_shared_memory(typed.storage, reader)
+        case _Inline(data):
+            untyped = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+        case _:
+            untyped = torch.UntypedStorage(0)
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=typed.dtype, _internal=True)
 
 

@@ -47,6 +47,10 @@ class Server:
 
     def image(self, prompt: str = "a photo of a cat", *, seed: int = 7, steps: int = 2) -> bytes:
         """A 64 x 64 image, as the engine encodes it; equal weights give equal bytes."""
+        return self.image_and_version(prompt, seed=seed, steps=steps)[0]
+
+    def image_and_version(self, prompt: str, *, seed: int = 7, steps: int = 2) -> tuple[bytes, str | None]:
+        """The same, and the version of the weights that made it; None of base weights."""
         import base64
 
         answer = self.post(
@@ -55,7 +59,7 @@ class Server:
              "response_format": "b64_json", "output_format": "png"},
         )  # fmt: skip
         answer.raise_for_status()
-        return base64.b64decode(answer.json()["data"][0]["b64_json"])
+        return base64.b64decode(answer.json()["data"][0]["b64_json"]), answer.headers.get("x-weight-version")
 
     def video(self, prompt: str = "a photo of a cat", *, seed: int = 7, steps: int = 2) -> bytes:
         """Five frames of 64 x 64, as the engine encodes them; equal weights give equal bytes."""

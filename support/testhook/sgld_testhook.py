@@ -5,18 +5,21 @@ In force where PYTHONPATH holds this folder. Ranks are those of the whole engine
 
     weights  {"module": m}              sha256, shape and data_ptr of every parameter, by rank
     bytes    {"module": m, "name": n}   one parameter's raw bytes in base64, by rank
-    fail     {"rank": r, "stage": s}    the next update fails on that rank: before_plan, plan, commit, revert, silence;
-                                        undo: so does taking it back
+    fail     {"rank": r, "stage": s, "fault": f}   the next update fails on that rank: `STAGES`, `fault_of`
+    full_shm                            the next upload finds no room in shared memory
     gc                                  calls of gc.collect in the workers since they started, by rank
 """
 
 import base64
 import dataclasses
+import errno
 import gc
 import hashlib
 import importlib.util
 import os
 import time
+import types
+from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
@@ -95,6 +98,8 @@ def add_route(app: Any, *_: Any, **__: Any) -> None:
     @app.post("/testhook")
     async def testhook(request: Request):
         req = cls([], body=await request.json())
+        if req.body["action"] == "full_shm":
+            return {"ranks": [fill_shared_memory()]}
         endpoints = async_scheduler_client.server_args.scheduler_endpoints
         replicas = [await async_scheduler_client._forward_one(endpoint, req, None) for endpoint in endpoints]
         return {"ranks": [rank for replica in replicas for rank in replica.output["ranks"]]}
@@ -135,7 +140,7 @@ def handle(gpu_worker: Any, body: dict) -> Any:
     elif body["action"] == "gc":
         mine = collected
     elif body["rank"] == get_world_group().rank_in_group:
-        fail_once(body["stage"])
+        fail_once(body["stage"], body.get("fault", "exception"), body.get("sender", []))
     return OutputBatch(output={"ranks": gather(mine, replica, 60)})
 
 
@@ -152,42 +157,72 @@ def sha256(parameter: Any) -> str:
     return hashlib.sha256(start + raw(parameter)).hexdigest()
 
 
-def fail_once(stage: str) -> None:
-    from server_patches import hooks
+# Stage -> whose function it is, its name, and whether the fault comes after it has done its work. From the parsing of a
+# payload to the end of an update:
+STAGES = {
+    "before_plan": ("worker.states", "refuse", False),
+    "open": ("reading", "decode", False),
+    "opened": ("reading", "decode", True),
+    "pair": ("reading", "pair_up", True),
+    "plan": ("engine", "plan", True),
+    "agree": ("phases", "gather", False),
+    "commit": ("engine", "begin", False),
+    "written": ("engine", "begin", True),
+    "revert": ("engine", "revert", False),
+    "undo": ("engine", "revert", False),
+    "settle": ("engine", "settle", False),
+}
+
+
+def fault_of(name: str, stage: str, sender: list[int]) -> None:
+    """What happens at the stage: "exception", "memory", "kill" of this rank, "silence", or "sender": its processes."""
+    import signal
+
+    import torch
+
+    if name == "exception":
+        raise RuntimeError(f"injected at {stage}")
+    if name == "memory":
+        raise torch.OutOfMemoryError(f"injected at {stage}")
+    if name == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "silence":
+        time.sleep(float(os.environ["SGLD_LORA_AGREEMENT_TIMEOUT_S"]) + 5)
+    if name == "sender":
+        for process in sender:  # the trainer, and the manager of its shared memory, which outlives it
+            os.kill(process, signal.SIGKILL)
+        for export in Path("/dev/shm").glob(f"torch_{sender[0]}_*"):
+            export.unlink()
+
+
+def fail_once(stage: str, fault: str, sender: list[int]) -> None:
+    from server_patches import hooks, phases, reading
 
     worker = hooks._worker
-    engine = worker.engine
+    owners = {"worker.states": worker.states, "engine": worker.engine, "reading": reading, "phases": phases}
+    if stage == "revert":  # which nothing reaches but a failed commit
+        fail_once("written", fault, sender)
+    place, name, after = STAGES[stage]
+    owner = owners[place]
+    original = getattr(owner, name)
 
-    def raising(owner: Any, name: str, *, after: bool = False) -> None:
-        original = getattr(owner, name)
+    def once(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, original)
+        result = original(*args, **kwargs) if after else None
+        if stage == "written":
+            result()
+        fault_of(fault, stage, sender)
+        return result if after else original(*args, **kwargs)
 
-        def once(*args: Any, **kwargs: Any) -> Any:
-            delattr(owner, name)
-            if after:
-                original(*args, **kwargs)
-            raise RuntimeError(f"injected at {stage}")
+    setattr(owner, name, once)
 
-        setattr(owner, name, once)
 
-    if stage == "before_plan":
-        raising(worker.states, "refuse")
-    elif stage == "plan":
-        raising(engine, "plan", after=True)
-    elif stage == "commit":
-        raising(engine, "commit", after=True)
-    elif stage == "revert":
-        raising(engine, "commit", after=True)
-        raising(engine, "revert")
-    elif stage == "undo":
-        raising(engine, "revert")
-    elif stage == "silence":
-        original = worker.states.refuse
+def fill_shared_memory() -> None:
+    """The next byte of an upload finds no room."""
+    from server_patches import upload
 
-        def slow(*args: Any) -> None:
-            del worker.states.refuse
-            time.sleep(float(os.environ["SGLD_LORA_AGREEMENT_TIMEOUT_S"]) + 5)
-            original(*args)
+    def full(*_: Any) -> int:
+        upload.os = os
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        worker.states.refuse = slow
-    else:
-        raise ValueError(stage)
+    upload.os = types.SimpleNamespace(**{**vars(os), "write": full})

@@ -70,3 +70,17 @@ def test_a_file_cut_short_is_refused(tmp_path):
         file.truncate(file.seek(0, 2) - 8)
     with pytest.raises(RequestError, match="not a safetensors file"):
         read_adapter(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"x": 1' + "0" * 400 + "}", "has a number that is too large"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"\\ud800": 1.0}', "is not JSON"),
+    ],
+    ids=["too large", "nested", "lone surrogate"],
+)
+def test_scales_that_cannot_be_read_or_told_are_refused(tmp_path, text, words):
+    with pytest.raises(RequestError, match=words):
+        read_adapter(written(tmp_path, layer_scaling=text))

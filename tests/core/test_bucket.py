@@ -1,6 +1,7 @@
 """The bucket layout: what is flattened reads back, and metadata that lies is refused."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -349,3 +350,31 @@ def test_a_very_long_layout_is_read_and_not_kept():
 
     assert [entry.start for entry in entries] == [row[3] for row in rows]
     assert entries_of(json.dumps(rows)) is not entries
+
+
+def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
+    return [name, dtype, shape, start, stop]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            [row(name=f"x{i}", start=1, stop=9) for i in range(3)],
+            "'x2': with it the entries take more than the 16 bytes",
+        ),
+        ([row(shape=[2**62] * 200_000)], "has 200000 dimensions, torch has at most 64"),
+        ([row(dtype="_dynamo")], "'_dynamo' is not a dtype"),
+    ],
+    ids=["overlapping entries", "many dimensions", "a module of torch"],
+)
+def test_a_layout_that_would_take_memory_or_time_without_end_is_refused(rows, words):
+    loaded = set(sys.modules)
+    with pytest.raises(RequestError, match=words):
+        unflatten(torch.zeros(16, dtype=torch.uint8), entries_of(json.dumps(rows)))
+    assert not [name for name in set(sys.modules) - loaded if name.startswith("torch")]
+
+
+def test_a_name_that_no_answer_could_hold_is_refused():
+    with pytest.raises(RequestError, match="is not a JSON list"):
+        entries_of('[["\\ud800","uint8",[8],0,8]]')

@@ -14,6 +14,8 @@ JSON = {"content-type": "application/json", "content-length": "2"}
 @pytest.mark.parametrize(
     ("path", "guarded"),
     [("/update_weights_from_tensor", True), ("/update_weights_from_disk", True), ("/lora_merge/status", True),
+     ("/lora_merge/upload", True), ("/lora_merge/metrics", True), ("/release_memory_occupation", True),
+     ("/v1/set_lora", True), ("/v1/unmerge_lora_weights", True),
      ("/v1/images/generations", False), ("/health", False)],
 )  # fmt: skip
 def test_weight_routes_are_guarded_and_no_others(path, guarded):
@@ -39,8 +41,17 @@ def test_a_foreign_origin_is_403(origin):
     assert refusal("GET", {"origin": origin, "host": "127.0.0.1:30"}, OPEN)[0] == 403
 
 
-def test_the_engines_own_origin_passes():
-    assert refusal("POST", JSON | {"origin": "http://127.0.0.1:30", "host": "127.0.0.1:30"}, OPEN) is None
+@pytest.mark.parametrize("host", ["127.0.0.1:30", "localhost:30", "[::1]:30", "10.0.0.7"])
+def test_the_engines_own_origin_passes(host):
+    assert refusal("POST", JSON | {"origin": f"http://{host}", "host": host}, OPEN) is None
+
+
+@pytest.mark.parametrize("host", ["example.org:30", "localhost.example.org", "127.0.0.1.example.org:30", "[::1", ""])
+def test_a_page_whose_name_stands_for_the_engines_address_is_foreign(host):
+    """DNS rebinding; a page that knows the token is not."""
+    headers = JSON | {"origin": f"http://{host}", "host": host}
+    assert refusal("POST", headers, OPEN)[0] == 403
+    assert refusal("POST", headers | {"authorization": "Bearer k"}, Limits("k")) is None
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])

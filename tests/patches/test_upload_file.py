@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from server_patches import upload
+from sgld_lora_merge.errors import LoraMergeError
 
 
 async def chunks(*parts):
@@ -33,11 +39,61 @@ def test_a_body_lies_in_a_private_file_as_long_as_it_is_needed(tmp_path, monkeyp
 
 
 def test_files_that_a_crash_has_left_are_removed_and_no_others(tmp_path, monkeypatch):
+    """By their lock and not by process ids, which are the same in every container."""
     monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
-    gone = tmp_path / "sgld_lora_upload_4194305_x"  # beyond the largest process id
-    kept = [tmp_path / f"sgld_lora_upload_{os.getpid()}_x", tmp_path / "sgld_lora_upload_x", tmp_path / "other"]
-    for path in (gone, *kept):
+    gone = tmp_path / f"sgld_lora_upload_{os.getpid()}_x"
+    other = tmp_path / "other"
+    link = tmp_path / "sgld_lora_upload_link"
+    for path in (gone, other):
         path.touch()
-    upload.remove_leftovers()
+    link.symlink_to(other)
+
+    async def receive():
+        async with upload.received(chunks(b"abc")) as received:
+            upload.remove_leftovers()
+            assert Path(received.path).read_bytes() == b"abc"
+
+    asyncio.run(receive())
     assert not gone.exists()
-    assert all(path.exists() for path in kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, link.name]
+
+
+def test_the_file_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    killed = f"""
+import asyncio, os, pathlib, signal
+from server_patches import upload
+upload._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})
+
+async def chunks():
+    yield b"abc"
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def receive():
+    async with upload.received(chunks()):
+        pass
+
+asyncio.run(receive())
+"""
+    root = Path(upload.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", killed], cwd=root, check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    upload.remove_leftovers()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_memory_is_told_and_leaves_no_file(tmp_path, monkeypatch):
+    """At the last byte too, which no buffer keeps until the file is closed."""
+    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def receive():
+        async with upload.received(chunks(b"abc")):
+            pytest.fail("nothing was written")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(LoraMergeError, match=r"has no room for the upload, 3 bytes so far: .*No space left"):
+        asyncio.run(receive())
+    assert not list(tmp_path.iterdir())
