@@ -359,7 +359,10 @@ def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([row(name=f"x{i}", start=1, stop=9) for i in range(3)], "'x2': with it the entries take more than the 16 bytes"),
+        (
+            [row(name=f"x{i}", start=1, stop=9) for i in range(3)],
+            "'x2': with it the entries take more than the 16 bytes",
+        ),
         ([row(shape=[2**62] * 200_000)], "has 200000 dimensions, torch has at most 64"),
         ([row(dtype="_dynamo")], "'_dynamo' is not a dtype"),
     ],
