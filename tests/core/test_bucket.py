@@ -361,7 +361,7 @@ def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
     [
         (
             [row(name=f"x{i}", start=1, stop=9) for i in range(3)],
-            "'x2': with it the entries take more than the 16 bytes",
+            "'x2': with it the entries take more than the 16",
         ),
         ([row(shape=[2**62] * 200_000)], "has 200000 dimensions, torch has at most 64"),
         ([row(dtype="_dynamo")], "'_dynamo' is not a dtype"),
