@@ -37,7 +37,7 @@ demo: install
 	$(BIN)/python -m examples.demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not slow" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" --cov --cov-report=term
 
 test-engine: install
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(ENGINE_TESTS)
