@@ -20,12 +20,8 @@ from sgld_lora_merge.errors import LoraMergeError
 
 Output = dict[str, Any]
 
-_ONE_STEP = (
-    "status",
-    "verify",
-    "resolve",
-    "abort",
-)  # they write nothing, and cannot fail by what the others make of them
+# they write nothing, and cannot fail by what the others make of them
+_ONE_STEP = ("status", "verify", "resolve", "abort")
 _COMPARED = ("state", "weight_version", "layers", "rank", "scale", "merge_precision")
 
 

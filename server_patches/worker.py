@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_STAGED_MB = 16384.0
-_ALONE = ("status", "verify", "abort", "undo")  # operations in which ranks do not begin with an agreement
+_ALONE = ("status", "verify", "resolve", "abort", "undo")  # operations in which ranks do not begin with an agreement
 
 
 @dataclass(frozen=True)

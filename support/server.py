@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -81,6 +82,23 @@ class Server:
 
         parent = psutil.Process(self.process.pid)
         return {p.pid: p.memory_info().rss for p in (parent, *parent.children(recursive=True))}
+
+    def uploads_left(self) -> list[str]:
+        """Files of uploads that this engine has open, or that nobody has: those of engines beside it are locked."""
+        import psutil
+
+        files = list(Path("/dev/shm").glob("sgld_lora_upload_*"))
+        own = {file.path for file in psutil.Process(self.process.pid).open_files()}
+        return [file.name for file in files if str(file) in own or (file.exists() and not _is_locked(file))]
+
+
+def _is_locked(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def free_ports(count: int) -> list[int]:

@@ -146,7 +146,7 @@ def test_bad_uploads_are_refused_by_name(zimage, content, query, status, named):
     assert answer.status_code == status
     assert named in answer.json()["message"]
     assert zimage.checksum() == checksum
-    assert not [path.name for path in Path("/dev/shm").glob(f"sgld_lora_upload_{zimage.server.process.pid}_*")]
+    assert not zimage.server.uploads_left()
 
 
 def test_a_lost_answer_is_given_again(zimage):

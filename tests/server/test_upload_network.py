@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -105,10 +104,6 @@ def fields(name):
     return {"update_id": name, "weight_version": name, "lora_alpha": 1024, "lora_rank": 1024}
 
 
-def leftovers():
-    return [path.name for path in Path("/dev/shm").glob("sgld_lora_upload_*")]
-
-
 def test_an_upload_whose_connection_is_cut_is_sent_again_and_merged_once(zimage, proxy, one_client):
     adapter, file = large(zimage, seed=3)
     assert len(file) > 3_000_000
@@ -118,7 +113,7 @@ def test_an_upload_whose_connection_is_cut_is_sent_again_and_merged_once(zimage,
     assert (answer["state"], cutting.cut) == ("live", 2)
     assert zimage.status()["totals"]["updates"] == updates + 1
     zimage.holds(zimage.expect(adapter, 1.0))
-    assert leftovers() == []
+    assert zimage.server.uploads_left() == []
 
 
 def test_an_upload_that_never_gets_through_fails_and_changes_nothing(zimage, proxy, one_client):
@@ -132,7 +127,7 @@ def test_an_upload_that_never_gets_through_fails_and_changes_nothing(zimage, pro
     assert cutting.cut == transport.TRIES
     assert zimage.checksum() == before
     assert zimage.status()["modules"]["transformer"]["weight_version"] == "old"
-    assert leftovers() == []
+    assert zimage.server.uploads_left() == []
     adapter, file = large(zimage, seed=4)
     assert one_client(str(zimage.server.client.base_url)).update(fields("in the end"), file)["state"] == "live"
     zimage.holds(zimage.expect(adapter, 1.0))
