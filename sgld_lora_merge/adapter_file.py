@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 import torch
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from sgld_lora_merge.errors import RequestError
 
@@ -25,6 +29,11 @@ def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, f
             return [(name, file.get_tensor(name)) for name in file.keys()], scaling  # noqa: SIM118  # not a dict
     except SafetensorError as error:
         raise RequestError(f"this is not a safetensors file: {error}") from error
+
+
+def adapter_bytes(named: Mapping[str, torch.Tensor], scaling: Mapping[str, float]) -> bytes:
+    """The file that `read_adapter` reads: tensors under the names of the wire, and the whole scales of layers."""
+    return save(dict(named), {LAYER_SCALING: json.dumps(scaling)})
 
 
 def _layer_scaling(text: str | None) -> dict[str, float]:

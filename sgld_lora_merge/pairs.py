@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,13 +140,14 @@ def pair_up(
         alpha_required: a layer whose alpha nothing says is a fault, instead of alpha = rank.
     """
     named = list(named_tensors)
-    scales = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
-    form = _form(named, alpha, rank, scales, alpha_required)
+    own = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
+    scaling = _Scaling(alpha, rank, own, alpha_required)
+    form = _form(named, scaling)
     remembered = _remembered.get(form)
     if remembered is not None:
         pairs = [Pair(r.layer, named[r.a][1], named[r.b][1], r.scale) for r in remembered]
         return Pairing(tuple(pairs), tuple(_non_finite([_Half(name, "", tensor) for name, tensor in named])))
-    pairing, halves = _pair_up(named, alpha, rank, scales, alpha_required)
+    pairing, halves = _pair_up(named, scaling)
     if not pairing.faults and len(halves) == len(named) and not any(pair.kernel for pair in pairing.pairs):
         _remember(form, named, pairing.pairs)
     return Pairing(pairing.pairs, tuple(dict.fromkeys((*pairing.faults, *_non_finite(halves)))))
@@ -166,16 +167,10 @@ _remembered: dict[Hashable, list[_Remembered]] = {}
 REMEMBERED_FORMS = 8
 
 
-def _form(
-    named: Sequence[tuple[str, torch.Tensor]],
-    alpha: float | None,
-    rank: int | None,
-    scales: Mapping[str, float],
-    alpha_required: bool,
-) -> Hashable:
+def _form(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> Hashable:
     """All of a request but the values of its tensors."""
     tensors = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in named)
-    return tensors, alpha, rank, tuple(scales.items()), alpha_required
+    return tensors, scaling.alpha, scaling.rank, tuple(scaling.own_scales.items()), scaling.alpha_required
 
 
 def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: Sequence[Pair]) -> None:
@@ -188,23 +183,16 @@ def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: 
     _remembered[form] = [_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs]
 
 
-def _pair_up(
-    named: Sequence[tuple[str, torch.Tensor]],
-    alpha: float | None,
-    rank: int | None,
-    scales: Mapping[str, float],
-    alpha_required: bool,
-) -> tuple[Pairing, list[_Half]]:
+def _pair_up(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> tuple[Pairing, list[_Half]]:
     """All of `pair_up` that does not look at values, and the sides that it found."""
     faults: list[str] = []
     halves, alphas = _group(named, faults)
-    if unused := sorted(set(scales) - set(halves)):
+    if unused := sorted(scaling.own_scales.keys() - halves.keys()):
         faults.append(f"layer_scaling names layers that have no pair: {name_some(unused)}")
     pairs = []
     for layer in sorted(halves):
         try:
-            scaling = _Scaling(alpha, rank, alphas.get(layer), scales.get(layer), alpha_required)
-            pairs.append(_make_pair(layer, halves[layer], scaling))
+            pairs.append(_make_pair(layer, halves[layer], functools.partial(scaling.of, own_alpha=alphas.get(layer))))
         except RequestError as error:
             faults.extend(error.faults)
     if lone := sorted(alphas.keys() - halves.keys()):
@@ -222,20 +210,18 @@ class _Half(NamedTuple):
 
 
 class _Scaling(NamedTuple):
-    """All that may say a layer's scale: of the request, and of the layer."""
+    """What a request says of scales, besides alpha entries."""
 
     alpha: float | None
     rank: int | None
-    own_alpha: float | None
-    own_scale: float | None
+    own_scales: Mapping[str, float]
     alpha_required: bool
 
-    def of(self, layer: str, rank: int) -> float:
-        if self.own_scale is not None:
-            return checked_scale(self.own_scale, f"layer_scaling of {layer!r}")
-        if self.own_alpha is not None:
-            told = f"the alpha entry {self.own_alpha} of {layer!r} over rank {rank}"
-            return checked_scale(self.own_alpha / rank, told)
+    def of(self, layer: str, rank: int, own_alpha: float | None) -> float:
+        if layer in self.own_scales:
+            return checked_scale(self.own_scales[layer], f"layer_scaling of {layer!r}")
+        if own_alpha is not None:
+            return checked_scale(own_alpha / rank, f"the alpha entry {own_alpha} of {layer!r} over rank {rank}")
         if self.alpha is None and self.alpha_required:
             raise RequestError(
                 f"{layer!r} has no alpha: PEFT keeps it in adapter_config.json; add lora_alpha to the query"
@@ -283,7 +269,7 @@ def _alpha(name: str, tensor: torch.Tensor) -> float:
     return float(tensor)
 
 
-def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pair:
+def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int], float]) -> Pair:
     if len(sides) == 1:
         (present,) = sides
         missing = "B" if present == "A" else "A"
@@ -308,7 +294,7 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scaling: _Scaling) -> Pai
     if a.tensor.device != b.tensor.device:
         raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
     matrix_a, matrix_b = (half.tensor.flatten(1) if kernel else half.tensor for half in (a, b))
-    return Pair(layer, matrix_a, matrix_b, scaling.of(layer, own_rank), kernel=kernel)
+    return Pair(layer, matrix_a, matrix_b, scale(layer, own_rank), kernel=kernel)
 
 
 def _non_finite(halves: Sequence[_Half]) -> list[str]:

@@ -17,12 +17,12 @@ from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some
 from sgld_lora_merge.pairs import Pair, layer_name, pair_up
 from sgld_lora_merge.precision import checked_scale
+from sgld_lora_merge.trainer.adapter_config import keeps_base
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"  # diffusers puts PEFT's config there, as JSON
 COMPONENT = "transformer."  # diffusers' pipelines put the module's name in front
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _scales(config: Mapping[str, Any], path: Path) -> PeftScales:
     kind, initial = config.get("peft_type", "LORA"), config.get("init_lora_weights")
     if kind != "LORA" or config.get("use_dora"):
         raise LoraMergeError(f"{path} is {'DoRA' if kind == 'LORA' else kind}; only LoRA is merged")
-    if isinstance(initial, str) and initial.startswith(CHANGES_BASE):
+    if not keeps_base(initial):
         raise LoraMergeError(
             f"{path} was initialised with {initial}, which changes the base weights too: save it as plain LoRA, with "
             "path_initial_model_for_weight_conversion of PEFT's save_pretrained"

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.pairs import Pair
 
 
 class BaseWeights:
@@ -36,12 +37,20 @@ class BaseWeights:
         self._path = path
         self._flat = {name.removesuffix(".weight").replace(".", "_"): name for name in self._file_of}
 
-    def of(self, layer: str) -> torch.Tensor:
-        """The weight of a layer, which may be named as kohya does.
+    def under(self, pair: Pair, layer: str) -> torch.Tensor:
+        """The weight that a pair is added to: that of a layer, which may be named as kohya does.
 
         Raises:
-            LoraMergeError: there is none of that name.
+            LoraMergeError: there is none of that name, or it has another shape.
         """
+        weight = self._of(layer)
+        if tuple(weight.flatten(1).shape) != pair.shape:
+            raise LoraMergeError(
+                f"{pair.layer!r} is {list(weight.shape)} in the base weights, {list(pair.shape)} in the adapter"
+            )
+        return weight
+
+    def _of(self, layer: str) -> torch.Tensor:
         name = f"{layer}.weight"
         if name not in self._file_of:
             name = self._flat.get(layer.removeprefix("lora_unet_").removeprefix("lora_transformer_"), name)

@@ -17,8 +17,8 @@ import torch
 from sgld_lora_merge.cli import sharing
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.precision import PRECISION_VARIABLE, Precision, precision_from_environment
+from sgld_lora_merge.trainer.memory import VARIABLES, are_expandable
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 2**30  # bytes; an upload, and handles of CPU tensors, lie there
 PROBE_TIMEOUT_S = 300
@@ -88,8 +88,8 @@ def share() -> Check:
 
 def allocator(environ: Mapping[str, str]) -> Check:
     """Settings of torch's allocator under which memory has no handle that others can open."""
-    for variable in ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in environ.get(variable, "").replace(" ", "").lower():
+    for variable in VARIABLES:
+        if are_expandable(environ.get(variable, "")):
             meaning = (
                 f"{variable}={environ[variable]}: memory in expandable segments cannot be shared by handle everywhere"
             )

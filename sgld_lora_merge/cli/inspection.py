@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from sgld_lora_merge.cli.base import BaseWeights
-from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.kernels import MergeJob, MergeStats, Term, merge, scratch_for
 from sgld_lora_merge.kohya import is_flattened
 from sgld_lora_merge.pairs import Pair
@@ -98,11 +97,7 @@ def _look(pair: Pair, base: BaseWeights | None, dtype: torch.dtype | None) -> tu
     told = pair.layer, shape, pair.rank, pair.scale, ", ".join(dtypes), _norm(pair)
     if base is None:
         return Layer(*told), MergeStats()
-    weight = base.of(pair.layer).flatten(1)
-    if tuple(weight.shape) != shape:
-        raise LoraMergeError(
-            f"{pair.layer!r} is {list(weight.shape)} in the base weights, {list(shape)} in the adapter"
-        )
+    weight = base.under(pair, pair.layer).flatten(1)
     if dtype is not None:
         weight = weight.to(dtype)
     term = Term(pair.a, pair.b, pair.scale, (Span(0, shape[0]),), (Span(0, shape[1]),))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
-from sgld_lora_merge.adapter_file import LAYER_SCALING
+from sgld_lora_merge.adapter_file import adapter_bytes
 from sgld_lora_merge.cli.adapter import named_tensors
 from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.errors import LoraMergeError, summarise
@@ -110,7 +108,7 @@ def upload(engine: Transport, update: Update, gone: Callable[[int], None], begin
         begin: told how many bytes there are to send.
         gone: told how many have gone, again and again.
     """
-    file = save(dict(named_tensors(update.pairs)), {LAYER_SCALING: json.dumps(_scaling(update.pairs))})
+    file = adapter_bytes(dict(named_tensors(update.pairs)), _scaling(update.pairs))
     begin(len(file))
     fields = {name: value for name, value in update.fields().items() if value is not None}
     return engine.update({"target_module": update.module, **fields}, Chunks(file, gone))
@@ -163,11 +161,7 @@ def expectations(
     weights = {module: BaseWeights(base, module) for module in {each.module for each in known}}
     expected: dict[str, dict[str, Expectation]] = {}
     for pair, place in zip(update.pairs, known, strict=True):
-        weight, sides = weights[place.module].of(place.name), LayerPair(pair.a, pair.b)
-        if tuple(weight.flatten(1).shape) != pair.shape:
-            raise LoraMergeError(
-                f"{pair.layer!r} is {list(weight.shape)} in the base weights, {list(pair.shape)} in the adapter"
-            )
+        weight, sides = weights[place.module].under(pair, place.name), LayerPair(pair.a, pair.b)
         dtype = getattr(torch, place.dtype)
         merged = expected_merged(weight, sides, pair.scale, dtype, precision, seed=0)
         expected.setdefault(place.module, {})[pair.layer] = merged

@@ -5,7 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 # inits that leave the base weights as they are; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take B @ A off them
-_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")
+_KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+def keeps_base(init: object) -> bool:
+    """Whether this ``init_lora_weights`` leaves the base weights as they are; None is PEFT's default."""
+    return (init.lower() if isinstance(init, str) else init) in _KEEP_BASE
 
 
 def faults_of(model: nn.Module, adapter: str) -> list[str]:
@@ -29,7 +34,7 @@ def init_that_moved_the_base(model: nn.Module, adapter: str) -> str | None:
     """The ``init_lora_weights`` that took B @ A off the base weights; None where they are the checkpoint's."""
     for module in model.modules():
         init = getattr(_config(module, adapter), "init_lora_weights", True)
-        if (init.lower() if isinstance(init, str) else init) not in _KEEP_BASE:
+        if not keeps_base(init):
             return str(init)
     return None
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True")
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 
 @contextmanager
@@ -20,21 +20,25 @@ def exportable_memory(device: torch.device) -> Iterator[None]:
     All settings are written, since torch resets those that it is not given.
     """
     settings = allocator_settings() if device.type == "cuda" else ""
-    plain = _EXPANDABLE.sub(r"\1False", settings)
-    if plain == settings:
+    if not are_expandable(settings):
         yield
         return
-    _set(plain)
+    _set(_EXPANDABLE.sub(r"\1False", settings))
     try:
         yield
     finally:
         _set(settings)
 
 
+def are_expandable(settings: str) -> bool:
+    """Whether these settings of the allocator ask for expandable segments."""
+    return _EXPANDABLE.search(settings) is not None
+
+
 def allocator_settings() -> str:
     """The CUDA allocator's settings as they are; of a torch that does not tell, those that the process began with."""
     getter = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
-    told = getter() if getter is not None else next(filter(None, map(os.environ.get, _VARIABLES)), "")
+    told = getter() if getter is not None else next(filter(None, map(os.environ.get, VARIABLES)), "")
     return str(told)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
-from sgld_lora_merge.adapter_file import LAYER_SCALING
+from sgld_lora_merge.adapter_file import adapter_bytes
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.families import load_families
 from sgld_lora_merge.protocol import LORA_MERGE
@@ -140,7 +138,7 @@ class DiffusionUpdateWeightLoRAUpload(LoRASync):
         }
 
         def upload() -> list[Answer]:
-            file = save(tensors, {LAYER_SCALING: json.dumps(scaling)}) if tensors else None
+            file = adapter_bytes(tensors, scaling) if tensors else None
             answers = []
             for transport in self._called():
                 answers.append(transport.update(fields, file))

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sgld_lora_merge.cli import app, commands, doctor, sharing
+from sgld_lora_merge.trainer import memory
 
 FAMILY_LAYERS = ("attn.to_q", "attn.to_k", "proj")
 
@@ -151,7 +152,7 @@ def test_watch_asks_again_until_it_is_interrupted(monkeypatch):
 # doctor
 
 
-@pytest.mark.parametrize("variable", doctor.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("variable", memory.VARIABLES)
 def test_expandable_segments_are_found_in_every_variable(variable):
     check = doctor.allocator({variable: "max_split_size_mb:64, expandable_segments: True"})
     assert check.state == "failure"

@@ -17,6 +17,7 @@ import ray
 
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.trainer import RayTransport, RolloutManager, SyncError, add_lora_arguments, validate_lora_arguments
+from support.cluster import local_ray
 from tests.core.test_engine_process import is_there, wait_until_gone
 
 ENGINE = """
@@ -39,11 +40,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture(scope="module")
 def cluster():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_worker_niceness", "0")  # other tests share the machine
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4):
+        yield
 
 
 def arguments():

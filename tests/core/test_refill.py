@@ -55,6 +55,15 @@ def go_live(engine, wanted):
     return plan, stats["m"]
 
 
+def after_four_updates():
+    """A model and its engine, whose next update takes the memory of an older one; the fourth is live."""
+    net = model()
+    engine = engine_of(net)
+    for seed in range(1, 5):
+        go_live(engine, update(seed))
+    return net, engine
+
+
 def alone(wanted, precision=Precision.FP32):
     """The weights that an update alone gives."""
     net = model()
@@ -85,10 +94,7 @@ def test_every_update_gives_the_bytes_that_it_gives_alone(precision):
 
 
 def test_an_update_that_was_refused_leaves_what_is_live_and_what_was_before():
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     plan = engine.plan([update(5)])
     engine.commit(plan)
     engine.revert(plan)
@@ -100,10 +106,7 @@ def test_an_update_that_was_refused_leaves_what_is_live_and_what_was_before():
 
 
 def test_two_plans_at_a_time_have_memory_of_their_own():
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     first, second = engine.plan([update(5)]), engine.plan([update(6)])
     engine.commit(first)
     engine.settle(first, "v")
@@ -123,10 +126,7 @@ def test_two_plans_at_a_time_have_memory_of_their_own():
     ids=["rank", "scale", "dtype", "layers", "some layers"],
 )
 def test_an_update_of_another_outline_goes_its_own_way_and_so_does_the_next(other):
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     go_live(engine, other)
     expected = alone(other)
     if not other.whole:
@@ -138,18 +138,13 @@ def test_an_update_of_another_outline_goes_its_own_way_and_so_does_the_next(othe
 
 
 def test_faults_are_found_in_an_update_of_a_known_outline():
-    engine = engine_of(model())
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    _, engine = after_four_updates()
     with pytest.raises(RequestError, match="'x' holds NaN"):
         engine.plan([ModuleUpdate("m", pairs(5), whole=True, faults=["'x' holds NaN"])])
 
 
 def test_a_second_adapter_is_merged_with_the_first():
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     go_live(engine, update(7, adapter="style"))
     twin = model()
     other = engine_of(twin)
@@ -163,20 +158,14 @@ def test_a_second_adapter_is_merged_with_the_first():
 
 
 def test_weights_that_moved_are_looked_at_again():
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     net["x"].weight.data = net["x"].weight.data.clone()
     go_live(engine, update(5))
     assert same(net, alone(update(5)))
 
 
 def test_asleep_nothing_holds_the_weights():
-    net = model()
-    engine = engine_of(net)
-    for seed in range(1, 5):
-        go_live(engine, update(seed))
+    net, engine = after_four_updates()
     engine.suspend("m")
     storage = weakref.ref(net["x"].weight.data.untyped_storage())
     net["x"].weight.data = net["x"].weight.data.clone()

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import ray
 from safetensors.torch import save
 
 from sgld_lora_merge.trainer import RayTransport, RolloutManager, SyncError, select_weight_sync
 from support import lora, server
+from support.cluster import local_ray
 from tests.server.test_trainer_sync import IPC, UPLOAD, peft_model, sent, stepped
 from tests.server.trainers import arguments
 
@@ -30,11 +30,8 @@ LOG = "sgld_lora_merge.trainer"
 
 @pytest.fixture(scope="module")
 def cluster():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_worker_niceness", "0")  # other tests share the machine
-        ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=5):
+        yield
 
 
 class Engines:
