@@ -123,7 +123,8 @@ def measured(
     env, flags = ENGINES[name]
     started = time.perf_counter()
     rows: list[dict[str, float]] = []
-    with server.running(checkpoint, "Z-Image", folder / re.sub(r"\W+", "-", name), arguments=flags, env=env) as engine:
+    place = folder / re.sub(r"\W+", "-", name)
+    with server.running(checkpoint, "Z-Image", place, arguments=flags, env=env, spins=True) as engine:
         healthy_s = time.perf_counter() - started
         compiled_s = None if name == OWN or DEVICE == "cpu" else wait_for_the_kernel(engine)
         transport = TimedTransport(str(engine.client.base_url))

@@ -78,10 +78,7 @@ class Server:
 
     def rss_bytes(self) -> dict[int, int]:
         """Resident memory of the engine's processes by process id."""
-        import psutil
-
-        parent = psutil.Process(self.process.pid)
-        return {p.pid: p.memory_info().rss for p in (parent, *parent.children(recursive=True))}
+        return rss_bytes(self.process.pid)
 
     def uploads_left(self) -> list[str]:
         """Files of uploads that this engine has open, or that nobody has: those of engines beside it are locked."""
@@ -90,6 +87,14 @@ class Server:
         files = list(Path("/dev/shm").glob("sgld_lora_upload_*"))
         own = {file.path for file in psutil.Process(self.process.pid).open_files()}
         return [file.name for file in files if str(file) in own or (file.exists() and not _is_locked(file))]
+
+
+def rss_bytes(pid: int) -> dict[int, int]:
+    """Resident memory of a process and of all that it started, by process id."""
+    import psutil
+
+    parent = psutil.Process(pid)
+    return {p.pid: p.memory_info().rss for p in (parent, *parent.children(recursive=True))}
 
 
 def _is_locked(path: Path) -> bool:
@@ -117,11 +122,13 @@ def before_0_5_23() -> bool:
     return version("sglang") in ("0.5.21", "0.5.22")
 
 
-def command(model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """The command line of a CPU engine."""
+def command(
+    model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = (), *, spins: bool = False
+) -> list[str]:
+    """The command line of an engine. ``spins``: as sglang ships it, on a whole core while it has nothing to do."""
     master, scheduler = free_ports(2)
-    # the older ones spin while they have nothing to do, and know no flag against it
-    idle = () if before_0_5_23() else ("--sleep-on-idle",)
+    # the older ones spin always, and know no flag against it
+    idle = () if spins or before_0_5_23() else ("--sleep-on-idle",)
     return [
         sys.executable, str(LAUNCHER), "serve", "--model-path", str(model), "--model-id", model_id,
         "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
@@ -146,8 +153,9 @@ def running(
     *,
     arguments: Sequence[str] = ("--num-gpus", "1"),
     env: Mapping[str, str] | None = None,
+    spins: bool = False,
 ) -> Iterator[Server]:
-    """An engine on a free port, healthy on entry, gone on exit.
+    """An engine on a free port, healthy on entry, gone on exit; ``spins`` as `command` has it.
 
     Raises:
         ServerDied: it ended, or was not healthy in time.
@@ -157,8 +165,8 @@ def running(
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command(model, model_id, port, folder / "outputs", arguments), env=environment(env), cwd=folder,
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            command(model, model_id, port, folder / "outputs", arguments, spins=spins), env=environment(env),
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
