@@ -9,11 +9,12 @@ EXTRA := $(wildcard requirements/engine-cpu-$(SGLANG).txt)
 BIN := $(VENV)/bin
 ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 
-.PHONY: help install demo test test-engine test-matrix check clean
+.PHONY: help install demo demo-grpo test test-engine test-matrix check clean
 
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
 	@echo "make demo     start the real engine, push LoRA updates, verify them, draw the images"
+	@echo "make demo-grpo   reinforcement learning in miniature with the real engine"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
 	@echo "make test-matrix   what depends on sglang, on each of sglang $(ENGINES) (2.4 GB each)"
@@ -31,6 +32,9 @@ $(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirement
 
 demo: install
 	$(BIN)/python -m examples.demo
+
+demo-grpo: install
+	$(BIN)/python -m examples.tiny_grpo
 
 test: install
 	$(BIN)/python -m pytest -m "not gpu and not slow" --cov --cov-report=term
