@@ -180,7 +180,7 @@ class Loop:
             rollouts = [generate(self.engine, self.sync.version * 1000 + index) for index in range(group)]
         new, old = log_probs(self.model, rollouts), torch.stack([rollout.log_probs for rollout in rollouts])
         images = torch.stack([rollout.image for rollout in rollouts])
-        difference = float((new - old).abs().mean())
+        difference = float((new - old).detach().abs().mean())
         step = Step(self.sync.version, images, rewards(images, self.reads), difference, seconds)
         console.print(
             f"  version {step.version}: reward {step.rewards.mean():.3f}, log-prob difference {difference:.1e}"
