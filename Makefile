@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 SECONDS ?= 240
 ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 
-.PHONY: help install demo test test-engine test-matrix check docs fuzz audit licences clean
+.PHONY: help install demo demo-sync test test-engine test-matrix check docs fuzz audit licences clean
 
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
-	@echo "make demo     start the real engine, push LoRA updates, verify them, draw the images"
+	@echo "make demo     reinforcement learning in miniature with the real engine, every sync verified (about 5 minutes)"
+	@echo "make demo-sync   push LoRA updates into the real engine, verify them, draw the images (1 minute)"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
 	@echo "make docs     the site of docs/, in build/site; a warning is an error"
@@ -34,6 +35,9 @@ $(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirement
 	touch $@
 
 demo: install
+	$(BIN)/python -m examples.tiny_grpo
+
+demo-sync: install
 	$(BIN)/python -m examples.demo
 
 test: install

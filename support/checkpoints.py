@@ -40,12 +40,14 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ZImageSize:
-    """Blocks of Z-Image's transformer, their width, heads, and how a head's width is split for the rotary embedding."""
+    """Blocks of Z-Image's transformer, their width, heads, how a head's width is split for the rotary embedding, and
+    channels of the latents."""
 
     layers: int = 2
     dim: int = 64
     heads: int = 4
     axes: tuple[int, int, int] = (4, 6, 6)
+    channels: int = 16
 
 
 def zimage(
@@ -69,17 +71,18 @@ def zimage(
     ).to(torch.bfloat16).save_pretrained(folder / "text_encoder")  # fmt: skip
     with torch.device(device):
         dit = ZImageTransformer2DModel(
-            all_patch_size=(2,), all_f_patch_size=(1,), in_channels=16, dim=size.dim, n_layers=size.layers,
+            all_patch_size=(2,), all_f_patch_size=(1,), in_channels=size.channels, dim=size.dim, n_layers=size.layers,
             n_refiner_layers=1, n_heads=size.heads, n_kv_heads=size.heads, cap_feat_dim=32,
             axes_dims=list(size.axes), axes_lens=[1024, 512, 512],
         )  # fmt: skip
     _randomise(dit).to(dtype).save_pretrained(folder / "transformer")
-    # sglang reads these two under its own names only
+    # sglang reads the first two under its own names only, and takes the last to be 16
     config_file = folder / "transformer" / "config.json"
     config = json.loads(config_file.read_text())
     config |= {"num_attention_heads": config["n_heads"], "num_layers": config["n_layers"]}
+    config |= {"out_channels": size.channels}
     config_file.write_text(json.dumps(config, indent=1))
-    _vae(16).save_pretrained(folder / "vae")
+    _vae(size.channels).save_pretrained(folder / "vae")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
     return _index(
         folder,

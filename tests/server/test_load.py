@@ -1,10 +1,12 @@
 """Generation at the engine's capacity while an update arrives every second.
 
 Run it with `pytest -m slow -s tests/server/test_load.py`; ``SGLD_LOAD_SECONDS`` is how long, by default 1800.
+``SGLD_LOAD_SCRAPES`` is a file for what the metrics say every five seconds; `support.dashboard` makes a picture of it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import threading
@@ -17,6 +19,8 @@ SECONDS = float(os.environ.get("SGLD_LOAD_SECONDS", "1800"))
 CLIENTS = 3  # more than the engine works on at once, so that it never waits
 POLICIES = 5
 PROMPT = "a photo of a cat"
+SCRAPES = os.environ.get("SGLD_LOAD_SCRAPES", os.devnull)
+SCRAPED_EVERY_S = 5
 
 
 @pytest.mark.slow
@@ -47,11 +51,18 @@ def test_no_image_fails_or_mixes_policies_while_updates_arrive_every_second(zima
             number += 1
             time.sleep(max(0.0, begin + 1 - time.monotonic()))
 
+    def scrape():
+        with open(SCRAPES, "w") as file:
+            while (now := time.monotonic()) < end:
+                text = zimage.server.client.get("/lora_merge/metrics").text
+                print(json.dumps({"seconds": now - started, "text": text}), file=file, flush=True)
+                time.sleep(SCRAPED_EVERY_S)
+
     warm = threading.Timer(SECONDS / 5, lambda: memory.update(zimage.server.rss_bytes()))
     memory: dict[int, int] = {}
     warm.start()
-    with ThreadPoolExecutor(CLIENTS + 1) as pool:
-        for done in [pool.submit(work) for work in (*[generate] * CLIENTS, update)]:
+    with ThreadPoolExecutor(CLIENTS + 2) as pool:
+        for done in [pool.submit(work) for work in (*[generate] * CLIENTS, update, scrape)]:
             done.result()
     grown = {pid: rss - memory[pid] for pid, rss in zimage.server.rss_bytes().items() if pid in memory}
 
