@@ -5,8 +5,9 @@
 A Z-Image of random weights, LoRA of rank 64 on 210 layers. In each layout the ranks sync by each strategy, once to warm
 up and then as often as --cycles says; what is timed is `update_weights` on the first rank, all of it. After every sync
 some elements of every layer are compared with what eager torch computes from the ranks' own shards, on every engine;
-they must be equal, for the engines run in fp16 mode. Then the same trainer syncs into sglang without the plugin. The
-trainer's processes see the GPUs in reverse order, so that only UUIDs tell which payload is whose.
+they must be equal, for the engines run in fp16 mode. Then the same trainer syncs LoRA into sglang without the plugin,
+whose engines stand idle beside ours until then. The trainer's processes see the GPUs in reverse order, so that only
+UUIDs tell which payload is whose.
 
 Without a GPU this runs with --size tiny, over gloo, and shows no more than that it runs.
 """
@@ -62,15 +63,15 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "merged by the trainer": ("--use-lora",),
     "full weights": (),
 }
-# full weights change the base, so that they come after what is added to it; sglang's own path takes none after LoRA
-ORDER = {OURS: list(FLAGS), OWN: ["full weights", "merged by the trainer", "LoRA, IPC"]}
+# what changes the base comes after what is added to it; full weights take sglang's own route with the plugin too
+ORDER = {OURS: list(FLAGS), OWN: ["LoRA, IPC"]}
 CHECKED = 64  # elements of each layer
-GROWTH = ("before", "after the warm-up", "after the last")
+GROWTH = ("before", "after ten", "after the last")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one layout do.
+    """What the ranks do with the engines of one kind.
 
     Attributes:
         urls, pids: of the engines.
@@ -79,14 +80,13 @@ class Job:
         many: LoRA syncs one after the other, during which memory must not grow.
     """
 
-    checkpoint: Path
     urls: Sequence[str]
     pids: Sequence[int]
     gpus: int
     kind: str
     cycles: int
     many: int
-    meet: Path
+    hashed: bool
     out: Path
 
 
@@ -152,12 +152,10 @@ class Garbling(HttpTransport):
 
 
 class Trainer:
-    """One rank."""
+    """One rank with its shards of two models, and the engines of one job."""
 
-    def __init__(self, rank: int, job: Job) -> None:
-        self.rank, self.job = rank, job
-        self.lora = sharded(job.checkpoint, lora=True)
-        self.plain = sharded(job.checkpoint, lora=False)
+    def __init__(self, rank: int, job: Job, lora: torch.nn.Module, plain: torch.nn.Module) -> None:
+        self.rank, self.job, self.lora, self.plain = rank, job, lora, plain
         self.asked = [KeptTransport(url) for url in job.urls]
         self.seed = 0
 
@@ -271,45 +269,48 @@ def arguments(flags: Sequence[str]) -> Namespace:
     return validate_lora_arguments(parser.parse_args(given), parser)
 
 
-def rank_main(rank: int, job: Job) -> None:
+def rank_main(rank: int, checkpoint: Path, meet: Path, jobs: Sequence[Job]) -> None:
     """What each rank runs; the first one writes what it found."""
     torch.manual_seed(rank)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{job.meet}", rank=rank, world_size=RANKS)
-    trainer = Trainer(rank, job)
-    found: dict[str, Any] = {"strategies": []}
-
-    def keep() -> None:
+    dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=RANKS)
+    models = sharded(checkpoint, lora=True), sharded(checkpoint, lora=False)
+    for job in jobs:
+        found = run_job(Trainer(rank, job, *models))
         if rank == 0:
             job.out.write_text(json.dumps(found))
+    dist.destroy_process_group()
 
+
+def run_job(trainer: Trainer) -> dict[str, Any]:
+    job = trainer.job
+    found: dict[str, Any] = {"strategies": []}
     for strategy in ORDER[job.kind]:
         found["strategies"].append(trainer.strategy(strategy))
-        keep()
         if job.kind == OURS and strategy == "LoRA, IPC":
-            found["hash_seconds"] = trainer.hashed()
+            if job.hashed:
+                found["hash_seconds"] = trainer.hashed()
             found["many"] = trainer.many()
             found["refused"] = trainer.refused()
-            keep()
             trainer.tell(f"refused: {found['refused']}")
-    dist.destroy_process_group()
+    return found
 
 
 # the engines
 
 
 @contextmanager
-def engines(layout: str, kind: str, checkpoint: Path, folder: Path) -> Iterator[list[server.Server]]:
-    """The layout's engines, healthy, each on GPUs of its own; the first one beside the trainer's first rank."""
+def engines(layout: str, checkpoint: Path, folder: Path) -> Iterator[dict[str, list[server.Server]]]:
+    """The layout's engines of both kinds, all healthy; one beside each rank, or one beside both."""
     count, gpus = LAYOUTS[layout]
     flags = ["--num-gpus", str(gpus), "--tp-size", str(gpus)]
     if DEVICE == "cuda":
         flags += ["--text-encoder-cpu-offload", "false", "--dit-cpu-offload", "false"]
-    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(count * len(ORDER)) as pool:
 
-        def start(number: int) -> server.Server:
+        def start(kind: str, number: int) -> server.Server:
             env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "0"}
             if kind == OWN:
                 env["SGLANG_PLUGINS"] = "none"
@@ -317,12 +318,15 @@ def engines(layout: str, kind: str, checkpoint: Path, folder: Path) -> Iterator[
                 # the first rank's GPU is the last one; one engine of both has them in the usual order
                 env["CUDA_VISIBLE_DEVICES"] = str(RANKS - 1 - number) if count > 1 else "0,1"
             place = folder / f"{count}-{number}-{kind.split()[0]}"
-            running = server.running(checkpoint, "Z-Image", place, arguments=flags, env=env, spins=DEVICE == "cuda")
+            running = server.running(
+                checkpoint, "Z-Image", place, arguments=flags, env=env, spins=DEVICE == "cuda" and kind == OURS
+            )
             engine = running.__enter__()
             stack.callback(running.__exit__, None, None, None)
             return engine
 
-        yield list(pool.map(start, range(count)))
+        starts = {kind: [pool.submit(start, kind, number) for number in range(count)] for kind in ORDER}
+        yield {kind: [each.result() for each in started] for kind, started in starts.items()}
 
 
 def wait_for_kernels(running: Sequence[server.Server], workers: int) -> None:
@@ -333,27 +337,36 @@ def wait_for_kernels(running: Sequence[server.Server], workers: int) -> None:
             time.sleep(0.5)
 
 
-def measured(layout: str, kind: str, options: Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """One layout with one kind of engine."""
-    out, meet = folder / f"{len(list(folder.iterdir()))}.json", folder / f"meet-{layout}-{kind}".replace(" ", "-")
-    with engines(layout, kind, checkpoint, folder) as running:
-        if DEVICE == "cuda" and kind == OURS:
-            wait_for_kernels(running, LAYOUTS[layout][1])
-        urls, pids = [str(each.client.base_url) for each in running], [each.process.pid for each in running]
-        cycles = options.cycles if kind == OURS else options.own_cycles
-        job = Job(checkpoint, urls, pids, LAYOUTS[layout][1], kind, cycles, options.many, meet, out)
-        spawn(rank_main, job)
-    return {"layout": layout, "kind": kind, **json.loads(out.read_text())}
+def measured(layout: str, options: Namespace, checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
+    """One layout, with both kinds of engine."""
+    with engines(layout, checkpoint, folder) as running:
+        if DEVICE == "cuda":
+            wait_for_kernels(running[OURS], LAYOUTS[layout][1])
+        jobs = [
+            Job(
+                urls=[str(each.client.base_url) for each in engines_of_kind],
+                pids=[each.process.pid for each in engines_of_kind],
+                gpus=LAYOUTS[layout][1],
+                kind=kind,
+                cycles=options.cycles if kind == OURS else options.own_cycles,
+                many=options.many,
+                hashed=not options.no_hash,
+                out=folder / f"{LAYOUTS[layout][0]}-{kind.split()[0]}.json",
+            )
+            for kind, engines_of_kind in running.items()
+        ]
+        spawn(rank_main, checkpoint, folder / f"meet-{LAYOUTS[layout][0]}", jobs)
+    return [{"layout": layout, "kind": job.kind, **json.loads(job.out.read_text())} for job in jobs]
 
 
-def spawn(run: Callable[[int, Job], None], job: Job) -> None:
+def spawn(run: Callable[..., None], *given: object) -> None:
     """Both ranks, until they have ended; they see the GPUs in reverse order.
 
     Raises:
         SystemExit: a rank failed.
     """
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run, args=(rank, job)) for rank in range(RANKS)]
+    ranks = [context.Process(target=run, args=(rank, *given)) for rank in range(RANKS)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = REVERSED
     try:
@@ -388,7 +401,16 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for result in results:
         rows = {row["strategy"]: row for row in result["strategies"]}
-        full = rows.get("full weights")
+        full = next(
+            (
+                row
+                for other in results
+                if other["layout"] == result["layout"]
+                for row in other["strategies"]
+                if row["strategy"] == "full weights"
+            ),
+            None,
+        )
         for row in rows.values():
             seconds = row["seconds"]
             later = seconds[1:] or seconds
@@ -409,8 +431,12 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         lines += [
             "",
             f"{result['layout']}, {many['syncs']} LoRA syncs over IPC one after the other: median "
-            f"{statistics.median(later) * 1e3:.1f} ms, 90 % within {later[int(0.9 * len(later))] * 1e3:.1f} ms; "
-            f"every target layer hashed whole on both sides: {result['hash_seconds']:.1f} s.",
+            f"{statistics.median(later) * 1e3:.1f} ms, 90 % within {later[int(0.9 * len(later))] * 1e3:.1f} ms."
+            + (
+                f" Every target layer hashed whole on both sides: {result['hash_seconds']:.1f} s."
+                if "hash_seconds" in result
+                else ""
+            ),
             "",
             "| when | rank | " + " | ".join(many["memory"][GROWTH[0]][0]) + " |",
             "|---" * (2 + len(many["memory"][GROWTH[0]][0])) + "|",
@@ -427,10 +453,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for two_gpus.json and two_gpus.md")
     parser.add_argument("--size", choices=SIZES, default="Z-Image", help="layers and parameters of the model")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which, in this order")
-    parser.add_argument("--kinds", nargs="+", choices=ORDER, default=list(ORDER), help="engines, in this order")
     parser.add_argument("--cycles", type=int, default=5, help="syncs of each strategy after the warm-up")
     parser.add_argument("--own-cycles", type=int, default=3, help="the same of sglang's own path")
     parser.add_argument("--many", type=int, default=100, help="LoRA syncs during which memory is watched")
+    parser.add_argument("--no-hash", action="store_true", help="do not hash every target layer on both sides once")
     parser.add_argument("--checkpoint", type=Path, help="where the checkpoint is, or is to be kept for another run")
     options = parser.parse_args()
     if DEVICE == "cuda" and torch.cuda.device_count() < RANKS:
@@ -448,14 +474,12 @@ def main() -> None:
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
         for layout in options.layouts:
-            for kind in options.kinds:
-                started = time.perf_counter()
-                results.append(measured(layout, kind, options, checkpoint, folder))
-                print(f"{layout}, {kind}: {time.perf_counter() - started:.0f} s in all", flush=True)
-                (options.out / "two_gpus.json").write_text(
-                    json.dumps({"on": heading, "results": results}, indent=1) + "\n"
-                )
-                (options.out / "two_gpus.md").write_text(f"{heading}\n\n{table(results)}\n")
+            started = time.perf_counter()
+            results += measured(layout, options, checkpoint, folder)
+            print(f"{layout}: {time.perf_counter() - started:.0f} s in all", flush=True)
+            stem = options.out / "two_gpus"
+            stem.with_suffix(".json").write_text(json.dumps({"on": heading, "results": results}, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(f"{heading}\n\n{table(results)}\n")
     print(f"{heading}\n\n{table(results)}")
 
 

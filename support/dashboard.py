@@ -114,7 +114,8 @@ def draw(dashboard: Mapping[str, Any], found: Sequence[Scrape], file: Path) -> N
         ]
         if panel["type"] == "stat":
             axes.axis("off")
-            for position, (label, points) in enumerate(shown[-3:]):
+            now = [(label, points) for label, points in shown if points[-1][0] == found[-1].seconds]
+            for position, (label, points) in enumerate(now):
                 value = f"{points[-1][1]:g}" if "version" not in panel["title"] else label
                 axes.text(0.5, 0.5 - 0.3 * position, value, ha="center", va="center", fontsize=22)
             continue

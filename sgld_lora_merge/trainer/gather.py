@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 Key = TypeVar("Key")
+
+SMALL_NBYTES = 4 * 2**20  # of a whole tensor that travels with others
+GROUP_NBYTES = 64 * 2**20
 
 
 def start_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,31 +40,109 @@ def whole(tensor: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
     return waited((gather or start_whole)(tensor))
 
 
+def start_all(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Begin to make many tensors whole; what it gives waits for them. A collective.
+
+    Small shards of rows over one mesh, which is how FSDP2 has A and B, travel together: hundreds of collectives take
+    the host longer than the links.
+    """
+    groups = _together(tensors)
+    grouped = {index for group in groups for index in group}
+    alone = {index: start_whole(tensor) for index, tensor in enumerate(tensors) if index not in grouped}
+    begun = [(group, _start_rows([tensors[index] for index in group])) for group in groups]
+
+    def finish() -> list[torch.Tensor]:
+        done = {index: waited(tensor) for index, tensor in alone.items()}
+        while begun:
+            group, rows = begun.pop(0)  # whose memory is free before the next one takes as much again
+            done |= zip(group, rows(), strict=True)
+        return [done[index] for index in range(len(tensors))]
+
+    return finish
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of those that travel together, each group up to a limit of bytes."""
+    groups: list[list[int]] = []
+    open_groups: dict[tuple[DeviceMesh, torch.dtype], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > SMALL_NBYTES:
+            continue
+        key = tensor.device_mesh, tensor.dtype
+        group, nbytes = open_groups.get(key, ([], GROUP_NBYTES))
+        if nbytes + tensor.nbytes > GROUP_NBYTES:
+            group, nbytes = [], 0
+            groups.append(group)
+        group.append(index)
+        open_groups[key] = group, nbytes + tensor.nbytes
+    return groups
+
+
+def _start_rows(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """One collective for DTensors of one dtype whose rows are sharded over one mesh of one dimension.
+
+    A rank has ``ceil(rows / ranks)`` rows, as `torch.chunk` gives them; the last ranks may have fewer, or none, and
+    fill up, so that what is filled up is behind all rows.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    mesh = sharded[0].device_mesh
+    ranks = mesh.size()
+    chunks = [-(-tensor.shape[0] // ranks) for tensor in sharded]
+    sizes = [chunk * tensor.shape[1:].numel() for chunk, tensor in zip(chunks, sharded, strict=True)]
+    local = [_filled(tensor.to_local().detach().flatten(), size) for tensor, size in zip(sharded, sizes, strict=True)]
+    everyones = local[0].new_empty(ranks * sum(sizes))
+    own = everyones.chunk(ranks)[mesh.get_local_rank()]
+    torch.cat(local, out=own)
+    work = dist.all_gather_into_tensor(everyones, own, group=mesh.get_group(), async_op=True)
+
+    def finish() -> list[torch.Tensor]:
+        work.wait()
+        parts = everyones.view(ranks, -1).split(sizes, dim=1)
+        return [
+            part.reshape(ranks * chunk, *tensor.shape[1:])[: tensor.shape[0]]
+            for part, chunk, tensor in zip(parts, chunks, sharded, strict=True)
+        ]
+
+    return finish
+
+
+def _filled(local: torch.Tensor, size: int) -> torch.Tensor:
+    return local if local.numel() == size else torch.cat([local, local.new_zeros(size - local.numel())])
+
+
 class GatherAhead(Generic[Key]):
     """Whole tensors bucket by bucket. While one is sent the next one is under way, and no other is in memory.
 
     Args:
         buckets: keyed tensors, the same on every rank and in the same order.
-        gather: makes one tensor whole in the place of `start_whole`, for any other sharding.
+        gather: makes one tensor whole in the place of `start_all`, for any other sharding.
     """
 
     def __init__(self, buckets: Iterable[list[tuple[Key, torch.Tensor]]], gather: Gather | None = None) -> None:
         self._buckets = iter(buckets)
-        self._start = gather or start_whole
-        self._begun: list[tuple[Key, torch.Tensor]] = []
+        self._start = start_all if gather is None else _one_by_one(gather)
+        self._begun: tuple[list[Key], Callable[[], list[torch.Tensor]]] | None = None
 
     def begin(self) -> None:
         """Begin the next bucket, unless it is begun: for when the present one is needed no more. A collective."""
-        if not self._begun:
-            self._begun = [(key, self._start(tensor)) for key, tensor in next(self._buckets, [])]
+        if self._begun is None and (bucket := next(self._buckets, None)):
+            self._begun = [key for key, _ in bucket], self._start([tensor for _, tensor in bucket])
 
     def __iter__(self) -> Iterator[list[tuple[Key, torch.Tensor]]]:
         self.begin()
-        while self._begun:
-            yield self._whole()
+        while self._begun is not None:
+            yield self._whole(*self._begun)
             self.begin()
 
-    def _whole(self) -> list[tuple[Key, torch.Tensor]]:
+    def _whole(self, keys: list[Key], finish: Callable[[], list[torch.Tensor]]) -> list[tuple[Key, torch.Tensor]]:
         """The bucket that was begun, to which nothing here refers any more."""
-        begun, self._begun = self._begun, []
-        return [(key, waited(tensor)) for key, tensor in begun]
+        self._begun = None
+        return list(zip(keys, finish(), strict=True))
+
+
+def _one_by_one(gather: Gather) -> Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]:
+    def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        begun = [gather(tensor) for tensor in tensors]
+        return lambda: [waited(begun.pop(0)) for _ in range(len(begun))]
+
+    return start

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -19,6 +19,7 @@ UPDATE_ROUTE = "/update_weights_from_tensor"
 UPLOAD_ROUTE = "/lora_merge/upload"
 STATUS_ROUTE = "/lora_merge/status"
 TRIES = 4
+PIECE_NBYTES = 2**20  # of an upload
 PAUSE_S = 0.5  # before the second try; twice as long before each one after it
 _ACCEPTED = ("staging", "staged", "live")
 
@@ -126,9 +127,18 @@ class UploadTransport(HttpTransport):
 
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         query = {name: value for name, value in fields.items() if value is not None}
-        return self._settled(
-            lambda: self._client.post(UPLOAD_ROUTE, params=query, content=file), fields.get("update_id")
-        )
+
+        def send() -> httpx.Response:
+            # after each piece that the socket took, httpx copies all that is left of what it was given
+            content = _pieces(file) if isinstance(file, bytes) else file
+            headers = {"content-length": str(len(file))} if isinstance(file, bytes) else {}
+            return self._client.post(UPLOAD_ROUTE, params=query, content=content, headers=headers)
+
+        return self._settled(send, fields.get("update_id"))
+
+
+def _pieces(file: bytes) -> Iterator[bytes]:
+    return (file[start : start + PIECE_NBYTES] for start in range(0, len(file), PIECE_NBYTES))
 
 
 def _told(error: Exception) -> str:

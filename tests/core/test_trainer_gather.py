@@ -14,6 +14,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from sgld_lora_merge.trainer import gather
 from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.ranks import Ranks
 rank = int(sys.argv[1])
@@ -25,6 +26,16 @@ buckets = [[("a", placed[0]), ("b", placed[1])], [("c", placed[2])], [("d", plac
 got = [tensor for bucket in GatherAhead(buckets) for _, tensor in bucket]
 assert all(type(t) is torch.Tensor and torch.equal(t, f) for t, f in zip(got, full)), got
 assert torch.equal(whole(placed[3]), full[3])
+# many at once: uneven and empty shards, one and three dimensions, two dtypes, a large one, a plain one, small groups
+gather.SMALL_NBYTES, gather.GROUP_NBYTES = 400, 500
+shapes = [(5, 3), (1, 7), (9,), (4, 2, 3), (6, 4), (1,), (30, 40), (8, 8), (3, 3)]
+full = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+full = [t.bfloat16() if i % 3 == 2 else t for i, t in enumerate(full)]
+placed = [distribute_tensor(t, mesh, [Shard(0)]) for t in full[:-1]] + [full[-1]]
+assert len(gather._together(placed)) == 3, gather._together(placed)
+(got,) = GatherAhead([list(enumerate(placed))])
+assert [key for key, _ in got] == list(range(len(full)))
+assert all(type(t) is torch.Tensor and t.dtype == f.dtype and torch.equal(t, f) for (_, t), f in zip(got, full)), got
 one = Ranks(2, 1)
 assert one.everyone(rank) == [0, 1] and one.of_engine(rank) == [rank] and one.engine == rank
 both = Ranks(1, 2)

@@ -154,7 +154,8 @@ def test_the_key_of_the_environment_is_sent(engine, monkeypatch):
     assert engine.headers[0]["authorization"] == "Bearer secret"
 
 
-def test_an_upload_is_the_file_and_its_fields_are_the_query(engine):
+def test_an_upload_is_the_file_and_its_fields_are_the_query(engine, monkeypatch):
+    monkeypatch.setattr(transport, "PIECE_NBYTES", 3)
     engine.script = ["drop", (200, GOOD)]
     fields = {"update_id": "u", "lora_alpha": 6.0, "target_module": None}
     assert UploadTransport(engine.url).update(fields, b"file") == GOOD
