@@ -39,7 +39,8 @@ from support import checkpoints, server
 RANK, ALPHA = 64, 96
 SIZES = {
     "Z-Image": checkpoints.ZImageSize(30, 3840, 30, (32, 48, 48)),  # 210 target layers of 5.31 B parameters
-    "Qwen-Image": checkpoints.ZImageSize(103, 3328, 26, (32, 48, 48)),  # as many layers and parameters as that has
+    # about as many layers and parameters as that has (720, 13.6 B), and like there widths that are multiples of 16
+    "Qwen-Image": checkpoints.ZImageSize(101, 3360, 28, (24, 48, 48)),
     "narrow": checkpoints.ZImageSize(30, 96, 4, (8, 8, 8)),  # Z-Image's layers, for what their width does not change
     "tiny": checkpoints.ZImageSize(),
 }

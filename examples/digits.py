@@ -1,13 +1,14 @@
 """Train the checkpoint that `examples.tiny_grpo` starts from: a Z-Image that draws handwritten digits.
 
-    python -m examples.digits          writes examples/digits.safetensors, in some minutes on a CPU
+    pip install scikit-learn && python -m examples.digits     writes digits.safetensors and reader.safetensors beside
+                                                              this file, in some minutes on a CPU
 
-The file in the repository is such a run after 1400 of its 1500 steps.
+The checkpoint in the repository is such a run after 1400 of its 1500 steps.
 
 It is the tiny random Z-Image of `support.checkpoints` but for two parts. The transformer is trained by flow matching on
 the 1797 digits of 8 x 8 pixels that scikit-learn ships; captions are noise meanwhile, so every prompt asks for a digit,
 any digit. A digit's latent is the digit itself in four channels, and the VAE's decoder enlarges it: weights that do so
-are written down, not trained.
+are written down, not trained. The reader is a linear classifier of the same digits, kept with some of them.
 """
 
 from __future__ import annotations
@@ -15,24 +16,63 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
-import sklearn.datasets
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from support import checkpoints
 
 WEIGHTS = Path(__file__).parent / "digits.safetensors"
+READER = Path(__file__).parent / "reader.safetensors"
 SIZE = checkpoints.ZImageSize(channels=4)
+KEPT = 50  # digits in the reader's file
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A linear classifier of digits, ``weight`` ``[10, 64]`` and ``bias`` ``[10]``, and some that it was trained on.
+
+    Attributes:
+        pixels: ``[50, 8, 8]`` in -1 to 1.
+        labels: which digit each one is, ``[50]``.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    pixels: torch.Tensor
+    labels: torch.Tensor
+
+    def log_probs(self, pixels: torch.Tensor) -> torch.Tensor:
+        """In nats, ``[n, 10]`` of ``[n, 8, 8]``."""
+        return nn.functional.linear(pixels.flatten(1), self.weight, self.bias).log_softmax(dim=1)
+
+
+def reader() -> Reader:
+    return Reader(**load_file(READER))
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels ``[1797, 8, 8]`` in -1 to 1, and which digit each one is."""
+    import sklearn.datasets  # in no requirement: transformers loads it wherever it is, seconds in every process
+
     data = sklearn.datasets.load_digits()
     return torch.from_numpy(data.images).float() / 8 - 1, torch.from_numpy(data.target)
+
+
+def train_reader(pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `Reader` has."""
+    import sklearn.linear_model
+
+    fit = sklearn.linear_model.LogisticRegression(C=0.02, max_iter=300).fit(pixels.flatten(1), labels)
+    found = {
+        "weight": torch.from_numpy(fit.coef_).float().contiguous(),
+        "bias": torch.from_numpy(fit.intercept_).float(),
+    }
+    return found | {"pixels": pixels[:KEPT].clone(), "labels": labels[:KEPT].clone()}
 
 
 def latents(pixels: torch.Tensor) -> torch.Tensor:
@@ -104,7 +144,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = checkpoints.zimage(Path(folder), size=SIZE)
         model = diffusers.ZImageTransformer2DModel.from_pretrained(base / "transformer", torch_dtype=torch.float32)
-    train_transformer(model, latents(digits()[0]), args.steps)
+    pixels, labels = digits()
+    save_file(train_reader(pixels, labels), READER)
+    train_transformer(model, latents(pixels), args.steps)
     save_file({name: each.bfloat16() for name, each in model.state_dict().items()}, WEIGHTS, {"format": "pt"})
 
 

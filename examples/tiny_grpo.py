@@ -1,6 +1,6 @@
 """Reinforcement learning in miniature: the real engine draws digits, and learns to draw threes only.
 
-    make demo       (or: python -m examples.tiny_grpo --steps 20 --group 16 --output demo_output)
+    make demo       (or: python -m examples.tiny_grpo --steps 16 --group 12 --output demo_output)
 
 Every step brings the trainer's LoRA to sglang-diffusion by handle and verifies it. The engine draws a group of images
 on its rollout route, which tells the latents and the log-probability of every step of its sampler. An image is worth
@@ -31,10 +31,9 @@ import torch
 from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
-from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from examples.digits import checkpoint, digits, velocity
+from examples.digits import Reader, checkpoint, reader, velocity
 from sgld_lora_merge.precision import PRECISION_VARIABLE
 from sgld_lora_merge.trainer import HttpTransport, add_lora_arguments, select_weight_sync, validate_lora_arguments
 from support import server
@@ -88,16 +87,10 @@ class Step:
     seconds: dict[str, float]
 
 
-def reader() -> LogisticRegression:
-    """A classifier of the digits that the checkpoint was trained on."""
-    pixels, labels = digits()
-    return LogisticRegression(C=0.02, max_iter=300).fit(pixels.flatten(1), labels)
-
-
-def rewards(images: torch.Tensor, reads: LogisticRegression) -> torch.Tensor:
+def rewards(images: torch.Tensor, reads: Reader) -> torch.Tensor:
     """Log-probability, in nats, that an image is read as the wanted digit: ``[group]`` of ``[group, 3, 64, 64]``."""
     pixels = nn.functional.avg_pool2d(images.mean(dim=1), 8) * 2 - 1
-    return torch.from_numpy(reads.predict_log_proba(pixels.flatten(1)))[:, WANTED].float()
+    return reads.log_probs(pixels)[:, WANTED]
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
@@ -291,8 +284,8 @@ def failures(trained: Sequence[Step]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="rollouts and optimiser steps (default: 20)")
-    parser.add_argument("--group", type=int, default=16, help="images of one step (default: 16)")
+    parser.add_argument("--steps", type=int, default=16, help="rollouts and optimiser steps (default: 16)")
+    parser.add_argument("--group", type=int, default=12, help="images of one step (default: 12)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the picture and the logs")
     args = parser.parse_args()
     if args.steps < 1 or args.group < 2:

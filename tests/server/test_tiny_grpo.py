@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples import tiny_grpo
-from examples.digits import digits
+from examples.digits import reader
 
 GROUP = 2
 
@@ -23,12 +23,12 @@ def test_trainer_and_engine_agree_on_log_probabilities_while_the_policy_is_train
 
 
 def test_an_image_of_the_wanted_digit_is_worth_more_than_one_of_another():
-    pixels, labels = digits()
-    enlarged = (pixels[:50] + 1).repeat_interleave(8, 1).repeat_interleave(8, 2)[:, None].expand(-1, 3, -1, -1) / 2
+    reads = reader()
+    enlarged = (reads.pixels + 1).repeat_interleave(8, 1).repeat_interleave(8, 2)[:, None].expand(-1, 3, -1, -1) / 2
 
-    worth = tiny_grpo.rewards(enlarged, tiny_grpo.reader())
+    worth = tiny_grpo.rewards(enlarged, reads)
 
-    wanted = labels[:50] == tiny_grpo.WANTED
+    wanted = reads.labels == tiny_grpo.WANTED
     assert worth[wanted].min() > worth[~wanted].max()
 
 
