@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -219,6 +221,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="which, in this order")
     parser.add_argument("--hash", action="store_true", help="verify in fp16 mode too, by checksums")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no engine is left
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "peft"))
     options.out.mkdir(parents=True, exist_ok=True)

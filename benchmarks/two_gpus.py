@@ -18,7 +18,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -459,6 +461,7 @@ def main() -> None:
     parser.add_argument("--no-hash", action="store_true", help="do not hash every target layer on both sides once")
     parser.add_argument("--checkpoint", type=Path, help="where the checkpoint is, or is to be kept for another run")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no engine is left
     if DEVICE == "cuda" and torch.cuda.device_count() < RANKS:
         parser.error(f"there are {torch.cuda.device_count()} GPUs; {RANKS} are needed")
     options.out.mkdir(parents=True, exist_ok=True)

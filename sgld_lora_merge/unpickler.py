@@ -18,6 +18,7 @@ import contextlib
 import functools
 import io
 import math
+import mmap
 import os
 import pickle
 import re
@@ -452,6 +453,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 # What checking and opening make of it
 
+_SHARED_MEMORY = "/dev/shm/"
+_COUNT_NBYTES = 64  # in front of the content, with the count of those that have it open
 _LEAVES = (str, bytes, int, float, bool, torch.dtype, type(None))
 _ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
@@ -542,7 +545,7 @@ def _open_storage(typed: _Typed, reader: PayloadReader) -> torch.storage.TypedSt
 def _open_shared_memory(storage: _SharedMemory, reader: PayloadReader) -> torch.UntypedStorage:
     name = os.fsdecode(storage.handle)
     with contextlib.suppress(OSError, ValueError):
-        size = os.stat("/dev/shm/" + name.removeprefix("/")).st_size
+        size = os.stat(_SHARED_MEMORY + name.removeprefix("/")).st_size
         if size < storage.nbytes:  # torch would grow it
             raise RequestError(f"shared memory {name!r} has {size} bytes, the payload claims {storage.nbytes}")
     reader.opened = True
@@ -554,4 +557,21 @@ def _open_shared_memory(storage: _SharedMemory, reader: PayloadReader) -> torch.
         ) from error
     if reader.releases:
         opened._shared_decref()
-    return opened
+    return _mapped_apart(_SHARED_MEMORY + name.removeprefix("/"), opened)
+
+
+def _mapped_apart(path: str, opened: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The same memory, mapped without torch, where that can be done.
+
+    What torch has opened it reports to the sender's manager of shared memory when it is freed, and where that one was
+    killed meanwhile the report ends this process ("terminate called ... Broken pipe"). So it is freed at once.
+    """
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        same = torch.frombuffer(memory, dtype=torch.uint8, offset=_COUNT_NBYTES, count=opened.nbytes())
+    except (OSError, ValueError):
+        return opened
+    start = slice(0, _COUNT_NBYTES)
+    known = torch.equal(same[start], torch.empty(0, dtype=torch.uint8).set_(opened)[start])
+    return same.untyped_storage() if known else opened

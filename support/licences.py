@@ -16,8 +16,9 @@ HEAD = """# Licences
 The plugin is Apache-2.0. This is what it is installed with (`requirements/`), and the licence that each package names
 in its metadata; `make licences` writes it anew. Nothing of theirs is copied into this repository.
 
-The weights in `examples/` were trained on the digits of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits
-(UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them; `examples/reader.safetensors` holds 50 of these.
+The weights in `examples/` were trained on the digits of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten
+Digits (UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them; `examples/reader.safetensors` holds 50
+of these.
 
 | package | version | licence |
 |---|---|---|"""

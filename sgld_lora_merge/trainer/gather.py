@@ -16,6 +16,8 @@ Key = TypeVar("Key")
 
 SMALL_NBYTES = 4 * 2**20  # of a whole tensor that travels with others
 GROUP_NBYTES = 64 * 2**20
+# torch 2.13 has another name for it, and warns of the one that torch 2.11 has
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ def _start_rows(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tens
     everyones = local[0].new_empty(ranks * sum(sizes))
     own = everyones.chunk(ranks)[mesh.get_local_rank()]
     torch.cat(local, out=own)
-    work = dist.all_gather_into_tensor(everyones, own, group=mesh.get_group(), async_op=True)
+    work = _all_gather(everyones, own, group=mesh.get_group(), async_op=True)
 
     def finish() -> list[torch.Tensor]:
         work.wait()

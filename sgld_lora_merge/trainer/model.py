@@ -46,7 +46,8 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
     Raises:
         RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
     """
-    if faults := faults_of(model, mapper.adapter):
+    modules = list(model.named_modules())
+    if faults := faults_of(modules, mapper.adapter):
         raise RequestError(*faults)
     state = model.state_dict()
     pairs, unmapped = collect_lora_layer_groups(state, mapper)
@@ -58,13 +59,13 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
             f"{name_some(list(state)[:3])}"
         )
     scales = {
-        unwrapped(name): float(module.scaling[mapper.adapter])
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "scaling", None), dict) and mapper.adapter in module.scaling
+        unwrapped(name): float(scaling[mapper.adapter])
+        for name, module in modules
+        if isinstance(scaling := vars(module).get("scaling"), dict) and mapper.adapter in scaling
     }
     bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
     base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
-    return TrainedAdapter(pairs, scales, base, init_that_moved_the_base(model, mapper.adapter))
+    return TrainedAdapter(pairs, scales, base, init_that_moved_the_base(modules, mapper.adapter))
 
 
 def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -77,6 +78,7 @@ def is_adapter_key(key: str) -> bool:
     return _ADAPTER_KEY.fullmatch(unwrapped(key)) is not None
 
 
+@functools.lru_cache(maxsize=2**16)  # every sync of a run has the same keys
 def unwrapped(key: str) -> str:
     """A key without what PEFT, FSDP, checkpointing and torch.compile put into it, wherever that stands."""
     return ".".join(_without_wrappers(key.split(".")))

@@ -493,3 +493,37 @@ def test_a_cuda_export_carries_the_uuid_in_place_of_the_index(monkeypatch):
     with pytest.raises(RequestError, match="unknown"):
         decode(payload, PayloadReader(unknown))
     assert asked == ["bbbb-2222"]
+
+
+READS_A_KILLED_SENDER = """
+import os, signal, subprocess, sys, time
+import psutil, torch
+from sgld_lora_merge.payload import decode
+from sgld_lora_merge.unpickler import PayloadReader
+
+sends = "import sys, torch; from sgld_lora_merge import pack; sent = pack({'m': [('x', torch.arange(64.0))]})"
+sends += "; print(sent[0], flush=True); sys.stdin.read()"
+sender = subprocess.Popen([sys.executable, "-c", sends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+payload = sender.stdout.readline().strip()
+managers = psutil.Process(sender.pid).children()
+assert [manager.name() for manager in managers] == ["torch_shm_manager"]
+content = decode(payload, PayloadReader(lambda uuid: 0))
+for each in (sender, *managers):
+    os.kill(each.pid, signal.SIGKILL)
+sender.wait()
+deadline = time.monotonic() + 20
+while any(manager.is_running() and manager.status() != "zombie" for manager in managers):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+flat = content["m"]["flattened_tensor"]
+print(flat.view(dtype=torch.float32)[:64].sum().item(), flush=True)
+del content, flat
+print("still here", flush=True)
+"""
+
+
+def test_a_sender_and_its_manager_that_are_killed_while_a_payload_is_open_do_not_end_its_reader():
+    """Torch tells the manager of memory that it frees, and ends the process when nobody listens."""
+    words = [sys.executable, "-W", "ignore", "-c", READS_A_KILLED_SENDER]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["2016.0", "still here", ""]), done.stderr

@@ -81,6 +81,7 @@ def test_a_plugin_that_sglang_leaves_out():
     assert checks["plugin"]["remedy"] == "put sgld_lora_merge into SGLANG_PLUGINS, or unset it"
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_not_installed(without):
     code, checks = doctor(without("sgld_lora_merge-", "__editable__"))
     assert code == 1
@@ -96,6 +97,7 @@ def test_a_hook_that_does_not_apply():
     assert gone in checks["plugin"]["remedy"]
 
 
+@pytest.mark.slow
 def test_an_sglang_that_cannot_be_imported(tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')\n")

@@ -148,7 +148,7 @@ def sd3_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]
         yield engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tp2_session(serve_zimage: Serve) -> Iterator[Engine]:
     """Two workers (tp 2, gloo)."""
     with serve_zimage("--num-gpus", "2", "--tp-size", "2", OMP_NUM_THREADS="1") as engine:

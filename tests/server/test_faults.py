@@ -1,7 +1,7 @@
 """The fault table: stage x fault x tp rank -> what is answered, which weights serve, what health says.
 
 Stages are the test hook's, from the parsing of a payload to the end of an update. Each cell that kills its engine needs
-one of its own; those beyond two are `slow`.
+one of its own; those beyond the first are `slow`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def test_a_sender_that_is_gone_before_its_handle_is_opened_is_told(tp2, sender, 
     serves_as_before(tp2, before)
 
 
-@pytest.mark.slow  # beside other tests on the machine the engine has died with the sender
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("stage", ["pair", "plan", "commit", "written"])
 def test_a_sender_that_dies_while_its_handle_is_open_takes_nothing_away(tp2, sender, stage, rank):
@@ -146,7 +145,7 @@ def doomed(serve_zimage):
     return serve_zimage("--num-gpus", "2", "--tp-size", "2", OMP_NUM_THREADS="1", SGLD_LORA_AGREEMENT_TIMEOUT_S="5")
 
 
-ORDINARY = [("plan", 0), ("written", 1)]
+ORDINARY = [("written", 1)]
 KILLED = [
     pytest.param(stage, rank, marks=() if (stage, rank) in ORDINARY else pytest.mark.slow)
     for stage in (*UNWRITTEN, "agree", *WRITTEN, "settle")

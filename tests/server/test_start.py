@@ -24,6 +24,7 @@ def test_an_unsupported_sglang_stops_the_start(zimage_checkpoint, tmp_path):
     assert "SGLANG_PLUGINS" in log
 
 
+@pytest.mark.slow  # doctor's tests have the sentence
 def test_a_hook_that_does_not_apply_stops_the_start(zimage_checkpoint, tmp_path):
     gone = "sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline.LoRAPipeline.convert_to_lora_layers"
     log = refused(zimage_checkpoint, tmp_path, {"PYTHONPATH": str(TESTHOOK), "SGLD_TESTHOOK_REMOVE": gone})
@@ -31,6 +32,7 @@ def test_a_hook_that_does_not_apply_stops_the_start(zimage_checkpoint, tmp_path)
     assert "exclude the plugin" in log
 
 
+@pytest.mark.slow  # doctor's tests have the sentence
 def test_a_precision_that_means_nothing_stops_the_start(zimage_checkpoint, tmp_path):
     log = refused(zimage_checkpoint, tmp_path, {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "yes"})
     assert "SGLANG_DIFFUSION_LORA_MERGE_FP32='yes' is not a precision" in log

@@ -55,7 +55,11 @@ def sglang_adapter(zimage_checkpoint, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=STATES, ids=str)
+SLOW = ("dynamic, tp 2",)  # each of the two has cells of its own
+CELLS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name in STATES]
+
+
+@pytest.fixture(scope="module", params=CELLS)
 def entered(request, serve_zimage, sglang_adapter):
     """The state, and an engine in it."""
     state = STATES[request.param]

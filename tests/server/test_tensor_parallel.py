@@ -186,19 +186,20 @@ def test_a_full_update_over_two_ranks(tp2):
     assert live(tp2) == base
 
 
-def test_weights_that_could_not_be_restored_stop_the_engine(tp2_session):
+def test_weights_that_could_not_be_restored_stop_the_engine(serve_zimage):
     """The last resort: 503 from the update, from generation and from health, with a sentence that says to restart."""
-    tp2_session.testhook("fail", rank=1, stage="revert")
-    answer = tp2_session.update(tp2_session.adapter())
-    assert answer.status_code == 503
-    assert "rank 1: RuntimeError: injected at revert" in answer.json()["message"]
-    assert "restart the engine" in answer.json()["message"]
-    health = tp2_session.server.client.get("/health")
-    assert health.status_code == 503
-    assert "restart the engine" in health.text
-    with pytest.raises(httpx.HTTPStatusError, match="503"):
-        tp2_session.server.image()
-    again = tp2_session.update(tp2_session.adapter())
-    assert again.status_code == 503
-    assert again.json()["success"] is False
-    assert tp2_session.status()["modules"]["transformer"]["state"] == "failed"
+    with serve_zimage("--num-gpus", "2", "--tp-size", "2", OMP_NUM_THREADS="1") as engine:
+        engine.testhook("fail", rank=1, stage="revert")
+        answer = engine.update(engine.adapter())
+        assert answer.status_code == 503
+        assert "rank 1: RuntimeError: injected at revert" in answer.json()["message"]
+        assert "restart the engine" in answer.json()["message"]
+        health = engine.server.client.get("/health")
+        assert health.status_code == 503
+        assert "restart the engine" in health.text
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            engine.server.image()
+        again = engine.update(engine.adapter())
+        assert again.status_code == 503
+        assert again.json()["success"] is False
+        assert engine.status()["modules"]["transformer"]["state"] == "failed"
