@@ -10,16 +10,18 @@ BIN := $(VENV)/bin
 SECONDS ?= 240
 ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 
-.PHONY: help install demo demo-sync test test-engine test-matrix check docs fuzz audit licences clean
+.PHONY: help install install-locked demo demo-sync test test-engine test-matrix check docs fuzz schema audit licences clean
 
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
+	@echo "make install-locked   the same, every archive but torch's by its hash (requirements/lock.txt says for which machine)"
 	@echo "make demo     reinforcement learning in miniature with the real engine, every sync verified (about 5 minutes)"
 	@echo "make demo-sync   push LoRA updates into the real engine, verify them, draw the images (1 minute)"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"
 	@echo "make docs     the site of docs/, in build/site; a warning is an error"
 	@echo "make fuzz     every reader of a caller's bytes under atheris, SECONDS=$(SECONDS) each"
+	@echo "make schema   the engine's answers against its own OpenAPI schema, by schemathesis"
 	@echo "make audit    known vulnerabilities of what is installed (needs a network)"
 	@echo "make test-matrix   what depends on sglang, on each of sglang $(ENGINES) (2.4 GB each)"
 
@@ -33,6 +35,14 @@ $(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirement
 	$(BIN)/python -m pip install -q --no-deps -r requirements/engine-cpu-nodeps.txt sglang==$(SGLANG)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
+
+# the same environment from archives of known content, on the kind of machine that the lock is for
+install-locked: requirements/lock.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements/torch-cpu.txt
+	$(BIN)/python -m pip install -q --no-deps --require-hashes -r requirements/lock.txt
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $(INSTALLED)
 
 demo: install
 	$(BIN)/python -m examples.tiny_grpo
@@ -68,6 +78,9 @@ $(INSTALLED)-fuzz: $(INSTALLED) requirements/fuzz.txt
 
 fuzz: $(INSTALLED)-fuzz
 	for target in unpickler layout upload request; do $(BIN)/python -m fuzz $$target -max_total_time=$(SECONDS) || exit 1; done
+
+schema: $(INSTALLED)-fuzz
+	$(BIN)/python -m pytest -m slow tests/server/test_openapi.py
 
 audit: $(INSTALLED)-fuzz
 	$(BIN)/pip-audit --skip-editable

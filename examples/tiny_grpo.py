@@ -1,6 +1,6 @@
 """Reinforcement learning in miniature: the real engine draws digits, and learns to draw threes only.
 
-    make demo       (or: python -m examples.tiny_grpo --steps 16 --group 12 --output demo_output)
+    make demo       (or: python -m examples.tiny_grpo --steps 20 --group 12 --output demo_output)
 
 Every step brings the trainer's LoRA to sglang-diffusion by handle and verifies it. The engine draws a group of images
 on its rollout route, which tells the latents and the log-probability of every step of its sampler. An image is worth
@@ -284,7 +284,7 @@ def failures(trained: Sequence[Step]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="rollouts and optimiser steps (default: 16)")
+    parser.add_argument("--steps", type=int, default=20, help="rollouts and optimiser steps (default: 20)")
     parser.add_argument("--group", type=int, default=12, help="images of one step (default: 12)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the picture and the logs")
     args = parser.parse_args()

@@ -97,6 +97,7 @@ def _rates(points: Sequence[tuple[float, float]], factor: float) -> Iterator[tup
 
 def draw(dashboard: Mapping[str, Any], found: Sequence[Scrape], file: Path) -> None:
     from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter
 
     panels = dashboard["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
@@ -116,14 +117,15 @@ def draw(dashboard: Mapping[str, Any], found: Sequence[Scrape], file: Path) -> N
             axes.axis("off")
             now = [(label, points) for label, points in shown if points[-1][0] == found[-1].seconds]
             for position, (label, points) in enumerate(now):
-                value = f"{points[-1][1]:g}" if "version" not in panel["title"] else label
-                axes.text(0.5, 0.5 - 0.3 * position, value, ha="center", va="center", fontsize=22)
+                value = label if "version" in panel["title"] else f"{label} {points[-1][1]:g}"
+                axes.text(0.5, 0.75 - 0.25 * position, value.strip(), ha="center", va="center", fontsize=18)
             continue
         for label, points in shown:
             axes.plot([at / 60 for at, _ in points], [value for _, value in points], label=label or None)
         if not shown:
             axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color="gray")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max((value for _, points in shown for _, value in points), default=1) or 1)
+        axes.yaxis.set_major_formatter(EngFormatter())
         axes.tick_params(labelsize=8)
         axes.set_xlabel("minutes", fontsize=8)
         if any(label for label, _ in shown):
