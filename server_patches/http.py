@@ -18,7 +18,7 @@ from server_patches import metrics
 from server_patches.backport import give_failure
 from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
 from server_patches.journal import Entry, line
-from server_patches.openapi import file_body, json_body
+from server_patches.openapi import described, file_body, json_body
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq
@@ -348,9 +348,11 @@ def install(app: FastAPI, server_args: Any) -> None:
     routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s, refusal(server_args))
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
-    app.include_router(routes.router())
+    router = routes.router()
+    app.include_router(router)
     # the last included router is looked at first: routes match in order
     app.router.routes.insert(0, app.router.routes.pop())
+    app.openapi = partial(described, app.openapi, router, UPDATE_ROUTE)  # type: ignore[method-assign]  # as FastAPI has it
     app.add_middleware(VersionTeller)
     app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)

@@ -302,3 +302,10 @@ def test_two_modules_go_live_together_or_not_at_all(sd3):
     assert answer.status_code == 400
     assert "text_encoder_3" in answer.json()["message"]
     assert sd3.checksum() == checksum
+
+
+def test_the_apps_schema_describes_our_route_and_not_the_one_behind_it(zimage):
+    described = zimage.server.client.get("/openapi.json").json()["paths"]["/update_weights_from_tensor"]["post"]
+    body = described["requestBody"]["content"]["application/json"]["schema"]
+    assert "layer_scaling" in body["properties"]
+    assert {"200", "400", "409", "503"} <= described["responses"].keys()
