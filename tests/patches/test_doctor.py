@@ -89,6 +89,7 @@ def test_a_plugin_that_is_not_installed(without):
     assert checks["plugin"]["remedy"].startswith("pip install sgld-lora-merge")
 
 
+@pytest.mark.slow
 def test_a_hook_that_does_not_apply():
     gone = "sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline.LoRAPipeline.convert_to_lora_layers"
     code, checks = doctor(PYTHONPATH=str(ROOT / "support" / "testhook"), SGLD_TESTHOOK_REMOVE=gone)
