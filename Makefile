@@ -15,7 +15,7 @@ ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
 help:
 	@echo "make install  .venv with the plugin and the real sglang-diffusion for CPU (about 3 minutes, 2.4 GB)"
 	@echo "make install-locked   the same, every archive but torch's by its hash (requirements/lock.txt says for which machine)"
-	@echo "make demo     reinforcement learning in miniature with the real engine, every sync verified (about 5 minutes)"
+	@echo "make demo     reinforcement learning in miniature with the real engine, every sync verified (about 4 minutes)"
 	@echo "make demo-sync   push LoRA updates into the real engine, verify them, draw the images (1 minute)"
 	@echo "make test     all tests that need no GPU, with coverage of the core"
 	@echo "make check    ruff and mypy"

@@ -38,6 +38,7 @@ def test_a_precision_that_means_nothing_stops_the_start(zimage_checkpoint, tmp_p
     assert "SGLANG_DIFFUSION_LORA_MERGE_FP32='yes' is not a precision" in log
 
 
+@pytest.mark.slow  # a killed rank is as silent: test_faults.py
 def test_a_silent_rank_ends_in_an_answer_that_says_to_restart(zimage_checkpoint, tmp_path):
     """The agreement has a time limit: a rank that does not come is no reason to hang."""
     from sgld_lora_merge import pack

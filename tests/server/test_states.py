@@ -55,7 +55,7 @@ def sglang_adapter(zimage_checkpoint, tmp_path_factory):
     return folder
 
 
-SLOW = ("dynamic, tp 2",)  # each of the two has cells of its own
+SLOW = ("dynamic, tp 2", "after --lora-path")  # others are like them, but for one thing
 CELLS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name in STATES]
 
 

@@ -186,6 +186,7 @@ def test_a_full_update_over_two_ranks(tp2):
     assert live(tp2) == base
 
 
+@pytest.mark.slow  # it needs an engine of its own
 def test_weights_that_could_not_be_restored_stop_the_engine(serve_zimage):
     """The last resort: 503 from the update, from generation and from health, with a sentence that says to restart."""
     with serve_zimage("--num-gpus", "2", "--tp-size", "2", OMP_NUM_THREADS="1") as engine:

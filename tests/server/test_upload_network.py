@@ -162,6 +162,7 @@ def host():
     run("ip", "netns", "del", name)
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_host_of_its_own_takes_an_upload_over_a_slow_link(
     host, zimage_checkpoint, tmp_path, one_client, capsys
 ):
