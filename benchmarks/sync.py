@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ import support  # noqa: F401  # isort: skip  # first: lets PEFT and diffusers be
 import torch
 from diffusers import ZImageTransformer2DModel
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sgld_lora_merge.trainer import (
     HttpTransport,
@@ -47,6 +49,7 @@ SIZES = {
     "tiny": checkpoints.ZImageSize(),
 }
 TARGETS = r"layers\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.w[123])"
+IPC = ("--use-lora", "--colocate", "--lora-ipc-weight-sync")
 RESIDENT = ("--num-gpus", "1", "--text-encoder-cpu-offload", "false", "--dit-cpu-offload", "false")
 PARKED = (*RESIDENT[:-1], "true")
 ENGINES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
@@ -83,20 +86,22 @@ def trained_model(checkpoint: Path) -> PeftModel:
     return model.to(DEVICE, torch.bfloat16)
 
 
-def step(model: PeftModel) -> None:
-    """In place of an optimiser's step: other values of every A and B."""
+def step(model: nn.Module, part_of_name: str = "lora_") -> None:
+    """In place of an optimiser's step: other values of the named parameters; a rank draws those of its own shards."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.02)
+            if part_of_name in name:
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                own.normal_(0, 0.02)
 
 
-def arguments() -> Namespace:
+def arguments(flags: Sequence[str] = IPC) -> Namespace:
+    """A trainer's arguments with these flags; those of LoRA's shape are added where it has any."""
     parser = argparse.ArgumentParser()
     add_lora_arguments(parser)
-    flags = ["--use-lora", "--colocate", "--lora-ipc-weight-sync", "--diffusion-forward-dtype", "bf16"]
-    flags += ["--lora-rank", str(RANK), "--lora-alpha", str(ALPHA), "--lora-target-modules", "to_q"]
-    return validate_lora_arguments(parser.parse_args(flags), parser)
+    shape = ("--lora-rank", str(RANK), "--lora-alpha", str(ALPHA), "--lora-target-modules", "to_q")
+    given = [*flags, "--diffusion-forward-dtype", "bf16", *(shape if "--use-lora" in flags else ())]
+    return validate_lora_arguments(parser.parse_args(given), parser)
 
 
 def memory(engine: server.Server) -> dict[str, float]:
@@ -109,12 +114,13 @@ def memory(engine: server.Server) -> dict[str, float]:
     }
 
 
-def wait_for_the_kernel(engine: server.Server, limit_s: float = 120) -> float | None:
-    """Seconds that its compilation took in the background of the start; None where nothing tells."""
+def wait_for_the_kernel(engine: server.Server, workers: int = 1, limit_s: float = 120) -> float | None:
+    """Seconds that its compilation took the slowest worker beside the start; None where not all have told."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if (found := COMPILED.search(engine.log.read_text(errors="replace"))) is not None:
-            return float(found[1])
+        found = COMPILED.findall(engine.log.read_text(errors="replace"))
+        if len(found) >= workers:
+            return max(map(float, found))
         time.sleep(0.5)
     return None
 

@@ -41,14 +41,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.sync import ALPHA, COMPILED, DEVICE, RANK, SIZES, TARGETS
+from benchmarks.sync import ALPHA, DEVICE, IPC, RANK, SIZES, TARGETS, arguments, step, wait_for_the_kernel
 from sgld_lora_merge.trainer import (
     HttpTransport,
     SyncError,
     UploadTransport,
-    add_lora_arguments,
     select_weight_sync,
-    validate_lora_arguments,
 )
 from sgld_lora_merge.trainer.expected import merged_weight
 from sgld_lora_merge.trainer.names import LayerPair
@@ -60,7 +58,7 @@ REVERSED = ",".join(str(gpu) for gpu in reversed(range(RANKS)))
 LAYOUTS: Mapping[str, tuple[int, int]] = {"two engines, tp 1": (2, 1), "one engine, tp 2": (1, 2)}
 OURS, OWN = "with the plugin", "sglang's own"
 FLAGS: Mapping[str, tuple[str, ...]] = {
-    "LoRA, IPC": ("--use-lora", "--colocate", "--lora-ipc-weight-sync"),
+    "LoRA, IPC": IPC,
     "LoRA, upload": ("--use-lora", "--lora-upload-weight-sync"),
     "merged by the trainer": ("--use-lora",),
     "full weights": (),
@@ -106,15 +104,6 @@ def sharded(checkpoint: Path, *, lora: bool) -> torch.nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(base, mesh=mesh)
     return model
-
-
-def step(model: torch.nn.Module, name_part: str) -> None:
-    """In place of an optimiser's step: other values of the named parameters, drawn by each rank for its own shard."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name_part in name:
-                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                own.normal_(0, 0.02)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +168,7 @@ class Trainer:
         return time.perf_counter() - started, report
 
     def change(self, strategy: str) -> None:
-        step(self.plain, "attention") if strategy == "full weights" else step(self.lora, "lora_")
+        step(self.plain, "attention") if strategy == "full weights" else step(self.lora)
 
     def check(self, strategy: str) -> int:
         """Layers compared on every engine; they are what they must be."""
@@ -199,7 +188,7 @@ class Trainer:
 
     def strategy(self, strategy: str) -> dict[str, Any]:
         sync = self.sync_of(strategy)
-        row: dict[str, Any] = {"strategy": strategy, "kind": self.job.kind, "seconds": [], "checked": []}
+        row: dict[str, Any] = {"strategy": strategy, "seconds": [], "checked": []}
         for _ in range(1 + self.job.cycles):
             self.change(strategy)
             seconds, report = self.timed(sync)
@@ -263,14 +252,6 @@ class Trainer:
             print(text, flush=True)
 
 
-def arguments(flags: Sequence[str]) -> Namespace:
-    parser = argparse.ArgumentParser()
-    add_lora_arguments(parser)
-    shape = ("--lora-rank", str(RANK), "--lora-alpha", str(ALPHA), "--lora-target-modules", "to_q")
-    given = [*flags, "--diffusion-forward-dtype", "bf16", *(shape if "--use-lora" in flags else ())]
-    return validate_lora_arguments(parser.parse_args(given), parser)
-
-
 def rank_main(rank: int, checkpoint: Path, meet: Path, jobs: Sequence[Job]) -> None:
     """What each rank runs; the first one writes what it found."""
     torch.manual_seed(rank)
@@ -331,19 +312,12 @@ def engines(layout: str, checkpoint: Path, folder: Path) -> Iterator[dict[str, l
         yield {kind: [each.result() for each in started] for kind, started in starts.items()}
 
 
-def wait_for_kernels(running: Sequence[server.Server], workers: int) -> None:
-    """Until every worker of every engine has compiled the merge kernel."""
-    deadline = time.monotonic() + 120
-    for engine in running:
-        while len(COMPILED.findall(engine.log.read_text(errors="replace"))) < workers and time.monotonic() < deadline:
-            time.sleep(0.5)
-
-
 def measured(layout: str, options: Namespace, checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
     """One layout, with both kinds of engine."""
     with engines(layout, checkpoint, folder) as running:
         if DEVICE == "cuda":
-            wait_for_kernels(running[OURS], LAYOUTS[layout][1])
+            for engine in running[OURS]:
+                wait_for_the_kernel(engine, LAYOUTS[layout][1])
         jobs = [
             Job(
                 urls=[str(each.client.base_url) for each in engines_of_kind],
