@@ -36,7 +36,7 @@ from server_patches.derived import multiplies_with_a_copy
 from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.dynamic import Branches
 from sgld_lora_merge.kohya import segments_of
-from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.pairs import Pair, layers_of
 from sgld_lora_merge.targets import (
     CONVOLUTIONS,
     CannotLand,
@@ -115,7 +115,7 @@ class EngineModule:
         if not isinstance(self._model, BaseDiT):
             return []
         try:
-            self._model.validate_lora_layers([self._dotted(pair.layer) for pair in pairs])
+            self._model.validate_lora_layers([self._dotted(layer) for layer in layers_of(pairs)])
             self._model.validate_weight_update_source(weights_path=None)
             if type(self._model).prepare_lora_adapter is not BaseDiT.prepare_lora_adapter:
                 return self._rewritten(pairs)

@@ -83,7 +83,7 @@ class Reading:
 
     def _open(
         self, req: MergeReq, clock: Clock
-    ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
+    ) -> tuple[Mapping[str, Collection[tuple[str, torch.Tensor]]], Mapping[str, Mapping[str, float]]]:
         """Named tensors and layer scaling, both by the module that they are for."""
         routes = self.routes
         sent, sent_scaling = self._open_as_sent(req, clock, routes.values())

@@ -140,17 +140,21 @@ class EngineStates:
 
     @contextmanager
     def _derived_state_follows(self, names: Collection[str]) -> Iterator[None]:
-        """Caches go before a write, state that is computed from weights follows it. Prompt embeddings survive."""
-        modules = [self.modules()[name] for name in names]
-        invalidate_conditioning_caches(modules)
-        for module in modules:
-            if isinstance(module, TeaCacheMixin):
-                module.reset_teacache_state()
-        yield
-        for module in modules:
-            forget_derived(module)
-            if isinstance(module, BaseDiT):
-                module.refresh_weight_derived_caches(weights_path=None)
+        """Caches and all that is computed from weights follow a write, also one that failed. Prompt embeddings survive.
+
+        They follow it, and do not go before it, because a GPU then writes meanwhile.
+        """
+        try:
+            yield
+        finally:
+            modules = [self.modules()[name] for name in names]
+            invalidate_conditioning_caches(modules)
+            for module in modules:
+                if isinstance(module, TeaCacheMixin):
+                    module.reset_teacache_state()
+                forget_derived(module)
+                if isinstance(module, BaseDiT):
+                    module.refresh_weight_derived_caches(weights_path=None)
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:

@@ -342,6 +342,8 @@ class MergeWorker:
         if req.update_id is None:
             return updates
         staged = self._staged_for(req).pairs
+        if not staged:
+            return updates
         joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
         named = {update.module for update in updates}
         return joined + [

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
 from sgld_lora_merge.base_store import Key
+from sgld_lora_merge.bucket import Bucket
 from sgld_lora_merge.kernels import Term
-from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.pairs import BucketPairs, Pair
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span, Target
 
@@ -65,16 +67,31 @@ def terms_at(adapters: Adapters, target: Target) -> tuple[Term, ...]:
     return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
 
 
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """An adapter in the engine's own memory.
+
+    Attributes:
+        copies: what was copied there.
+        memory: of all copies, where it is a copy of the bucket that they come from.
+    """
+
+    adapter: Adapter
+    copies: Sequence[Copy] = ()
+    memory: torch.Tensor | None = None
+
+
 def owned(
-    adapter: Adapter, place: Callable[[Target], torch.device], precision: Precision
-) -> tuple[Adapter, list[Copy]]:
-    """The adapter in the engine's own memory, each pair beside the weight that it is merged into, and what was copied.
+    adapter: Adapter, place: Callable[[Target], torch.device], precision: Precision, bucket: Bucket | None = None
+) -> Owned:
+    """The adapter in the engine's own memory, each pair beside the weight that it is merged into.
 
     What is there already stays the same object. FP16 mode keeps pairs whole: its product is that of the whole layer, as
     a trainer computes it.
 
     Args:
         place: the device of a target's pairs.
+        bucket: whose views all pairs are that are not the engine's own.
     """
     groups: dict[tuple[int, tuple[Span, ...], torch.device], list[Placed]] = {}
     for placed in adapter.values():
@@ -82,32 +99,43 @@ def owned(
         if not placed.pair.owned or placed.pair.a.device != device:
             groups.setdefault((id(placed.pair), placed.target.a_cols, device), []).append(placed)
     if not groups:
-        return adapter, []
+        return Owned(adapter)
+    if bucket is not None and not all(
+        device == bucket.flat.device and not group[0].pair.owned and (precision is Precision.FP16 or _is_whole(group))
+        for (_, _, device), group in groups.items()
+    ):
+        bucket = None
+    memory = None if bucket is None else torch.empty_like(bucket.flat)
+    new = _new if bucket is None or memory is None else partial(_same_place, bucket, memory)
     copies: list[Copy] = []
     sources: list[torch.Tensor] = []
     result = dict(adapter)
     for (_, _, device), group in groups.items():
         pair, targets = group[0].pair, [placed.target for placed in group]
-        if pair.owned or precision is Precision.FP16:
-            own, made = _whole(pair, device)
+        if pair.owned or precision is Precision.FP16 or _is_whole(group):
+            own, made = _whole(pair, device, new)
         else:
             own, made, targets = _part(pair, targets, device)
         copies += made
         sources += (copy.source(pair) for copy in made)
         result |= {target.key: Placed(own, target) for target in targets}
     _run(copies, sources)
-    return result, copies
+    return Owned(result, copies, memory)
 
 
-def refill(copies: Sequence[Copy], pairs: Mapping[str, Pair]) -> None:
-    """The values of other pairs, by layer, in memory that `owned` made for pairs of the same shapes."""
-    _run(copies, [copy.source(pairs[copy.layer]) for copy in copies])
+def refill(copies: Sequence[Copy], memory: torch.Tensor | None, pairs: Sequence[Pair]) -> None:
+    """The values of other pairs in memory that `owned` made for pairs of the same shapes, or of the same bucket."""
+    if memory is not None and isinstance(pairs, BucketPairs):
+        memory.copy_(pairs.bucket.flat)
+    else:
+        by_layer = {pair.layer: pair for pair in pairs}
+        _run(copies, [copy.source(by_layer[copy.layer]) for copy in copies])
 
 
 def on_host(adapters: Adapters) -> Adapters:
     """The adapters with their pairs in host memory; what is there already stays the same object."""
     cpu = torch.device("cpu")
-    return {name: owned(adapter, lambda _: cpu, Precision.FP16)[0] for name, adapter in adapters.items()}
+    return {name: owned(adapter, lambda _: cpu, Precision.FP16).adapter for name, adapter in adapters.items()}
 
 
 def own_copy(pair: Pair) -> Pair:
@@ -117,16 +145,33 @@ def own_copy(pair: Pair) -> Pair:
     return own
 
 
-def _whole(pair: Pair, device: torch.device) -> tuple[Pair, list[Copy]]:
-    a, b = (torch.empty(each.shape, dtype=each.dtype, device=device) for each in (pair.a, pair.b))
+New = Callable[[torch.Tensor, torch.device], torch.Tensor]  # memory for a tensor's copy on a device
+
+
+def _new(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _same_place(bucket: Bucket, memory: torch.Tensor, tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+    """Where a tensor of a bucket is in a copy of it."""
+    start = (tensor.data_ptr() - bucket.flat.data_ptr()) // tensor.element_size()
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start)
+
+
+def _whole(pair: Pair, device: torch.device, new: New = _new) -> tuple[Pair, list[Copy]]:
+    a, b = (new(each, device) for each in (pair.a, pair.b))
     return Pair(pair.layer, a, b, pair.scale, True, pair.kernel), [Copy(a, pair.layer, "a"), Copy(b, pair.layer, "b")]
+
+
+def _is_whole(group: Sequence[Placed]) -> bool:
+    """Whether targets of the same columns take all of their pair."""
+    pair, rows = group[0].pair, [span for placed in group for span in placed.target.b_rows]
+    return group[0].target.a_cols == (Span(0, pair.a.shape[1]),) and rows == [Span(0, pair.b.shape[0])]
 
 
 def _part(pair: Pair, targets: Sequence[Target], device: torch.device) -> tuple[Pair, list[Copy], list[Target]]:
     """What targets of the same columns take of a pair, and the targets upon that."""
     columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
-    if columns == (Span(0, pair.a.shape[1]),) and rows == [Span(0, pair.b.shape[0])]:
-        return *_whole(pair, device), list(targets)
     (a, of_a), (b, of_b) = _slots(pair, "a", columns, 1, device), _slots(pair, "b", rows, 0, device)
     moved, start = [], 0
     for target in targets:

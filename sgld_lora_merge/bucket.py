@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from pydantic_core import from_json
@@ -68,6 +68,71 @@ class Slot(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True, eq=False)
+class Layout(Sequence[Slot]):
+    """The slots that a text describes; the same text gives the same object.
+
+    Attributes:
+        stop: bytes of a bucket that has all of them.
+        nbytes: of all tensors.
+        dtype: of all tensors, where they have the same, each lies at a multiple of 16 bytes, and little lies between
+            them; else None.
+    """
+
+    slots: tuple[Slot, ...]
+    stop: int
+    nbytes: int
+    dtype: torch.dtype | None
+
+    @overload
+    def __getitem__(self, place: int) -> Slot: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Slot]: ...
+    def __getitem__(self, place: int | slice) -> Slot | Sequence[Slot]:
+        return self.slots[place]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket(Sequence[tuple[str, torch.Tensor]]):
+    """Named tensors of one dtype, each at a multiple of 16 bytes: views into the bucket, made when one is asked for.
+
+    Attributes:
+        flat: uint8, as long as the layout says.
+    """
+
+    flat: torch.Tensor
+    layout: Layout
+
+    @functools.cached_property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        views = self.views(self.flat)
+        return [(slot.name, view) for slot, view in zip(self.layout, views, strict=True)]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as views into ``flat``, this bucket or a copy of it."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        return [_view(flat, slot, typed) for slot in self.layout]
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """All of it as the tensors' dtype; what lies between them too."""
+        assert self.layout.dtype is not None
+        return self.flat.view(self.layout.dtype)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[str, torch.Tensor]: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[tuple[str, torch.Tensor]]: ...
+    def __getitem__(self, place: int | slice) -> tuple[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]:
+        return self.named[place]
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
 def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[BucketEntry]]:
     """Copy tensors into one uint8 tensor on their device, each at a multiple of 16 bytes.
 
@@ -85,7 +150,7 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
         if tensor.numel() == 0:
             raise ValueError(f"{name!r} is empty: shape {tuple(tensor.shape)}")
         entries.append(BucketEntry(name, tensor.shape, tensor.dtype, offset, offset + tensor.nbytes, tensor.nbytes))
-        offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += _aligned(tensor.nbytes)
     flat = torch.zeros(offset, dtype=torch.uint8, device=tensors[0][1].device)
     typed: dict[torch.dtype, torch.Tensor] = {}
     with torch.no_grad():
@@ -100,7 +165,7 @@ def layout_text(entries: Iterable[BucketEntry]) -> str:
     return json.dumps(rows, separators=(",", ":"))
 
 
-def entries_of(layout: object) -> Sequence[Slot]:
+def entries_of(layout: object) -> Layout:
     """The tensors that a layout's text describes.
 
     Raises:
@@ -112,24 +177,36 @@ def entries_of(layout: object) -> Sequence[Slot]:
 
 
 @functools.lru_cache(maxsize=8)
-def _slots(layout: str) -> Sequence[Slot]:
+def _slots(layout: str) -> Layout:
     try:
         rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in from_json(layout)]
         entries = [BucketEntry(n, shape, dtype, start, stop, stop - start) for n, dtype, shape, start, stop in rows]
     except (ValueError, TypeError) as error:
         told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"
         raise RequestError(told) from error
-    return _each(entries, _slot)
+    slots = tuple(_each(entries, _slot))
+    sizes = [slot.stop - slot.start for slot in slots]
+    stop, dtypes = max((slot.stop for slot in slots), default=0), {slot.dtype for slot in slots}
+    filled = sum(map(_aligned, sizes))
+    regular = len(dtypes) == 1 and stop <= filled and not any(slot.start % ALIGNMENT for slot in slots)
+    return Layout(slots, stop, sum(sizes), dtypes.pop() if regular else None)
 
 
-def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Sequence[Slot]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views into it where their offsets allow that.
+def unflatten(
+    flat: torch.Tensor, entries: Sequence[BucketEntry] | Sequence[Slot] | Layout
+) -> Sequence[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, as views into it where their offsets allow that; a `Bucket` where it is a regular one.
 
     Raises:
         RequestError: with every entry that does not describe bytes of ``flat``.
     """
     if not isinstance(flat, torch.Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
         raise RequestError("flattened_tensor is not a uint8 tensor of one dimension, contiguous")
+    if isinstance(entries, Layout):
+        fits = max(entries.stop, entries.nbytes) <= flat.numel()
+        if entries.dtype is not None and fits and _is_aligned(flat, entries.dtype.itemsize):
+            return Bucket(flat[: entries.stop], entries)
+        entries = entries.slots
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (BucketEntry, Slot)) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     typed: dict[torch.dtype, torch.Tensor] = {}
@@ -185,11 +262,19 @@ def _view(flat: torch.Tensor, slot: Slot, typed: dict[torch.dtype, torch.Tensor]
     """A slot's tensor; ``typed`` has the bucket as the dtypes that were met, since each view of it takes its time."""
     _, dtype, shape, strides, start, stop = slot
     whole, itemsize = typed.get(dtype), dtype.itemsize
-    if start % itemsize or (whole is None and (flat.storage_offset() % itemsize or flat.data_ptr() % itemsize)):
+    if start % itemsize or (whole is None and not _is_aligned(flat, itemsize)):
         return flat[start:stop].clone().view(dtype).view(shape)  # a sender that does not align its tensors
     if whole is None:
         whole = typed[dtype] = flat[: flat.numel() // itemsize * itemsize].view(dtype)
     return whole.as_strided(shape, strides, whole.storage_offset() + start // itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _is_aligned(flat: torch.Tensor, itemsize: int) -> bool:
+    return not (flat.storage_offset() % itemsize or flat.data_ptr() % itemsize)
 
 
 def _dtype(value: object) -> torch.dtype:

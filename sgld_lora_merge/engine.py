@@ -35,7 +35,7 @@ from sgld_lora_merge.base_store import BaseStore, Key, StorePolicy, device_copy,
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
-from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.pairs import BucketPairs, Pair
 from sgld_lora_merge.plans import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.refill import address_of, chained, may_be_refilled, outline_of, refilled
@@ -189,6 +189,7 @@ class MergeEngine:
             before=before,
             after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
+            bucket=update.pairs.bucket if isinstance(update.pairs, BucketPairs) else None,
             outline=outline_of(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
@@ -238,8 +239,8 @@ class MergeEngine:
         view, store = self._modules()[plan.module], self.state(plan.module).store
         weights = _Once(view.weight)
         place = partial(_place, weights)
-        kept = {name: owned(adapter, place, self.precision) for name, adapter in plan.after.items()}
-        after = {name: adapter for name, (adapter, _) in kept.items()}
+        kept = {name: owned(adapter, place, self.precision, plan.bucket) for name, adapter in plan.after.items()}
+        after = {name: own.adapter for name, own in kept.items()}
         branches = _branches(view, plan, after)
         offloaded = view.offloaded({target.weight for target in plan.merged})
         new = {t.key: _part(weights[t.weight], t) for t in plan.merged if t.key not in store}
@@ -247,6 +248,7 @@ class MergeEngine:
         plan = replace(
             plan,
             after=after,
+            bucket=None,
             snapshots=snapshots,
             store_reason=store_reason,
             branches_before={key: branch for key, (branch, _) in branches.items()},
@@ -257,10 +259,13 @@ class MergeEngine:
             return replace(plan, outline=None)
         places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
         plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
-        copies = [copy for _, made in kept.values() for copy in made]
+        copies = [copy for own in kept.values() for copy in own.copies]
         if not may_be_refilled(plan, copies):
             return replace(plan, outline=None)
-        return replace(plan, copies=copies, addresses={name: address_of(weight) for name, weight in weights.items()})
+        memory = next((own.memory for own in kept.values() if own.copies), None)
+        return replace(
+            plan, copies=copies, memory=memory, addresses={name: address_of(weight) for name, weight in weights.items()}
+        )
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None

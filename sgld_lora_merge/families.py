@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import permutations
@@ -88,10 +88,10 @@ def routes_of(engine_class: type, families: Mapping[str, Family]) -> Mapping[str
 
 
 def route(
-    by_module: Mapping[str, Iterable[tuple[str, Value]]],
+    by_module: Mapping[str, Collection[tuple[str, Value]]],
     routes: Mapping[str, str],
     allowed: Collection[str] | None = None,
-) -> dict[str, list[tuple[str, Value]]]:
+) -> Mapping[str, Collection[tuple[str, Value]]]:
     """Give every named value to the module of its name's prefix, without the prefix, or else leave it where it is.
 
     What PEFT puts in front of a name may stand in front of the prefix or behind it.
@@ -107,6 +107,8 @@ def route(
     Raises:
         RequestError: prefixes whose module is not allowed.
     """
+    if not routes:
+        return {module: named for module, named in by_module.items() if named}
     routed: dict[str, list[tuple[str, Value]]] = {}
     refused: dict[str, str] = {}
     for module, named in by_module.items():

@@ -6,11 +6,11 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
-from sgld_lora_merge.bucket import ALIGNMENT
+from sgld_lora_merge.bucket import ALIGNMENT, Bucket
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import checked_scale, scale_of
 
@@ -115,8 +115,44 @@ def layer_name(name: str) -> str:
 class Pairing:
     """The pairs that were made, sorted by layer, and a sentence for everything that was wrong."""
 
-    pairs: tuple[Pair, ...]
+    pairs: Sequence[Pair]
     faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPairs(Sequence[Pair]):
+    """All tensors of a bucket as pairs, sorted by layer, of a request whose form is known; made when one is asked for.
+
+    Attributes:
+        form: all of the request but the values.
+    """
+
+    bucket: Bucket
+    form: Hashable
+    remembered: Sequence[_Remembered]
+
+    @property
+    def layers(self) -> list[str]:
+        return [pair.layer for pair in self.remembered]
+
+    @functools.cached_property
+    def made(self) -> list[Pair]:
+        return _made(self.remembered, self.bucket)
+
+    @overload
+    def __getitem__(self, place: int) -> Pair: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Pair]: ...
+    def __getitem__(self, place: int | slice) -> Pair | Sequence[Pair]:
+        return self.made[place]
+
+    def __len__(self) -> int:
+        return len(self.remembered)
+
+
+def layers_of(pairs: Sequence[Pair]) -> list[str]:
+    """Their layer prefixes; pairs that are not made yet need not be made for it."""
+    return pairs.layers if isinstance(pairs, BucketPairs) else [pair.layer for pair in pairs]
 
 
 def pair_up(
@@ -139,18 +175,20 @@ def pair_up(
         layer_scaling: layer prefix -> the whole scale of that layer, in place of any alpha / rank.
         alpha_required: a layer whose alpha nothing says is a fault, instead of alpha = rank.
     """
-    named = list(named_tensors)
+    named = named_tensors if isinstance(named_tensors, Bucket) else list(named_tensors)
     own = {layer_name(layer): scale for layer, scale in (layer_scaling or {}).items()}
     scaling = _Scaling(alpha, rank, own, alpha_required)
     form = _form(named, scaling)
-    remembered = _remembered.get(form)
-    if remembered is not None:
-        pairs = [Pair(r.layer, named[r.a][1], named[r.b][1], r.scale) for r in remembered]
-        return Pairing(tuple(pairs), tuple(_non_finite([_Half(name, "", tensor) for name, tensor in named])))
-    pairing, halves = _pair_up(named, scaling)
-    if not pairing.faults and len(halves) == len(named) and not any(pair.kernel for pair in pairing.pairs):
-        _remember(form, named, pairing.pairs)
-    return Pairing(pairing.pairs, tuple(dict.fromkeys((*pairing.faults, *_non_finite(halves)))))
+    if form not in _remembered:
+        pairing, halves = _pair_up(named, scaling)
+        plain = len(halves) == len(named) and not any(pair.kernel for pair in pairing.pairs)
+        if pairing.faults or not plain or not _remember(form, named, pairing.pairs):
+            return Pairing(pairing.pairs, tuple(dict.fromkeys((*pairing.faults, *_non_finite(halves)))))
+    remembered = _remembered[form]
+    if isinstance(named, Bucket):
+        faults = () if _is_finite(named.elements) else _non_finite_of(named)
+        return Pairing(BucketPairs(named, form, remembered), faults)
+    return Pairing(_made(remembered, named), _non_finite_of(named))
 
 
 class _Remembered(NamedTuple):
@@ -169,18 +207,28 @@ REMEMBERED_FORMS = 8
 
 def _form(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> Hashable:
     """All of a request but the values of its tensors."""
-    tensors = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in named)
+    tensors: Hashable
+    if isinstance(named, Bucket):
+        tensors = named.layout, named.flat.device
+    else:
+        tensors = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in named)
     return tensors, scaling.alpha, scaling.rank, tuple(scaling.own_scales.items()), scaling.alpha_required
 
 
-def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: Sequence[Pair]) -> None:
+def _made(remembered: Iterable[_Remembered], named: Sequence[tuple[str, torch.Tensor]]) -> list[Pair]:
+    return [Pair(r.layer, named[r.a][1], named[r.b][1], r.scale) for r in remembered]
+
+
+def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: Sequence[Pair]) -> bool:
+    """Whether the form could be remembered."""
     places = {id(tensor): place for place, (_, tensor) in enumerate(named)}
     too_long = sum(len(name) for name, _ in named) > LONGEST_REMEMBERED * len(named)
     if too_long or len(places) < len(named):  # one tensor under two names says nothing of the next request
-        return
+        return False
     while len(_remembered) >= REMEMBERED_FORMS:
         del _remembered[next(iter(_remembered))]
     _remembered[form] = [_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs]
+    return True
 
 
 def _pair_up(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> tuple[Pairing, list[_Half]]:
@@ -297,6 +345,10 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int
     return Pair(layer, matrix_a, matrix_b, scale(layer, own_rank), kernel=kernel)
 
 
+def _non_finite_of(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
+    return tuple(_non_finite([_Half(name, "", tensor) for name, tensor in named]))
+
+
 def _non_finite(halves: Sequence[_Half]) -> list[str]:
     """Faults for NaN and infinite values; one device synchronisation however many tensors there are."""
     device = next((half.tensor.device for half in halves), None)
@@ -318,15 +370,17 @@ def _all_finite(halves: Sequence[_Half]) -> bool:
     for half in halves:
         by_dtype.setdefault(half.tensor.dtype, []).append(half.tensor.detach())
     runs = [_run_of(tensors) for tensors in by_dtype.values()]
-    if all(run is not None and torch.isfinite(_norm(run)) for run in runs):
+    if all(run is not None and _is_finite(run) for run in runs):
         return True
     norms = [torch.stack(torch._foreach_norm(tensors)).float() for tensors in by_dtype.values()]
     return bool(torch.isfinite(torch.cat(norms)).all())
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    return norm
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass over all elements. On a GPU large values may deny it wrongly: it looks at the sum of squares."""
+    if tensor.is_cuda:
+        return bool(torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32)))
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def _run_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

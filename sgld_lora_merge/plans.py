@@ -11,6 +11,7 @@ import torch
 from sgld_lora_merge import kernels
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER, Adapters, Copy, all_pairs
 from sgld_lora_merge.base_store import BaseStore, Key
+from sgld_lora_merge.bucket import Bucket
 from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.kernels import MergeJob
 from sgld_lora_merge.pairs import Pair
@@ -54,8 +55,9 @@ class ModulePlan:
         offloaded: how weights are written that cannot be in place.
         jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
         scratch: for both, by device.
+        bucket: whose views all pairs of the update are; the sender's memory, so it goes before the plan is kept.
         outline: of the update, where another one of the same outline may use this plan's memory once it is free.
-        copies: how that memory is filled.
+        copies: how that memory is filled. memory: all of it, where one copy of a bucket fills it.
         addresses: of the weights that the plan was made for.
     """
 
@@ -71,7 +73,9 @@ class ModulePlan:
     jobs_before: Sequence[TargetJob] = ()
     jobs_after: Sequence[TargetJob] = ()
     scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
+    bucket: Bucket | None = None
     outline: Outline | None = None
+    memory: torch.Tensor | None = None
     copies: Sequence[Copy] = ()
     addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
     layers: tuple[str, ...] = ()

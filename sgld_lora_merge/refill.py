@@ -13,12 +13,15 @@ import torch
 
 from sgld_lora_merge import kernels
 from sgld_lora_merge.adapters import Copy, all_pairs, refill
+from sgld_lora_merge.pairs import BucketPairs
 from sgld_lora_merge.plans import ModulePlan, ModuleState, ModuleUpdate, Outline, Plan
 from sgld_lora_merge.targets import ModuleView
 
 
 def outline_of(update: ModuleUpdate) -> Outline:
     """All of an update but its values."""
+    if isinstance(update.pairs, BucketPairs):
+        return (update.adapter, update.pairs.form)
     pairs = [(p.layer, p.a.shape, p.b.shape, p.a.dtype, p.b.dtype, p.scale, p.kernel) for p in update.pairs]
     return (update.adapter, *pairs)
 
@@ -39,7 +42,7 @@ def refilled(
     for update, spare in zip(updates, spares, strict=True):
         assert spare is not None
         state = states[update.module]
-        refill(spare.copies, {pair.layer: pair for pair in update.pairs})
+        refill(spare.copies, spare.memory, update.pairs)
         plans.append(replace(spare, before=state.live, jobs_before=state.plans[-1].jobs_after))
         state.plans = state.plans[1:]  # a second plan must not get the same memory
     return Plan(tuple(plans))

@@ -78,7 +78,7 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
     if config is None and alpha is None and silent:
         raise LoraMergeError(f"{file} says no alpha for {name_some(silent)}: say it with --alpha")
     if config is None:
-        return pairing.pairs
+        return tuple(pairing.pairs)
     scales = _scales(config, path)
     return tuple(
         pair if pair.layer in said else replace(pair, scale=scales.of(pair.layer, pair.rank)) for pair in pairing.pairs

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgld_lora_merge.bucket import ALIGNMENT, BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.bucket import ALIGNMENT, Bucket, BucketEntry, entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.errors import RequestError
 
 DTYPES = [
@@ -354,6 +354,38 @@ def test_a_very_long_layout_is_read_and_not_kept():
 
 def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
     return [name, dtype, shape, start, stop]
+
+
+def read(flat, *rows):
+    return unflatten(flat, entries_of(json.dumps(rows)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "regular"),
+    [
+        ([row("x", "bfloat16", [3], 0, 6), row("y", "bfloat16", [2, 2], 16, 24)], True),
+        ([row("x", "bfloat16", [3], 0, 6), row("y", "bfloat16", [2, 2], 0, 8)], True),
+        ([row("x", "bfloat16", [3], 0, 6), row("y", "float32", [4], 16, 32)], False),
+        ([row("x", "bfloat16", [3], 0, 6), row("y", "bfloat16", [4], 8, 16)], False),
+        ([row("x", "bfloat16", [3], 0, 6), row("y", "bfloat16", [4], 32, 40)], False),
+        ([], False),
+    ],
+    ids=["regular", "overlapping", "two dtypes", "unaligned", "a gap", "nothing"],
+)
+def test_the_tensors_of_a_regular_bucket_are_made_when_they_are_asked_for(rows, regular):
+    flat = torch.arange(64, dtype=torch.uint8)
+    found = read(flat, *rows)
+    assert isinstance(found, Bucket) is regular
+    assert [name for name, _ in found] == [each[0] for each in rows]
+    for (_, tensor), (_, dtype, shape, start, stop) in zip(found, rows, strict=True):
+        assert torch.equal(tensor, flat[start:stop].clone().view(getattr(torch, dtype)).view(shape))
+    assert read(flat[1:], *rows) is not found
+    if regular:
+        stop = max(each[4] for each in rows)
+        assert found.flat.numel() == stop
+        assert not isinstance(read(flat[1:], *rows), Bucket)
+        with pytest.raises(RequestError, match="outside the bucket"):
+            read(flat[: stop - 1], *rows)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 
-from sgld_lora_merge.bucket import flatten, unflatten
+from sgld_lora_merge.bucket import entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.pairs import (
     PAIR_DTYPES,
     REMEMBERED_FORMS,
+    BucketPairs,
     _all_finite,
     _Half,
     _remembered,
     layer_name,
+    layers_of,
     pair_up,
     parse_name,
 )
@@ -514,6 +516,28 @@ def test_requests_of_one_form_are_paired_alike_and_their_values_are_looked_at_ea
         2.0,
         0.5,
     ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_values_of_every_bucket_of_a_known_form_are_looked_at(bad):
+    def received():
+        flat, entries = flatten([(name, tensor.bfloat16()) for name, tensor in (*sides("y"), *sides("x"))])
+        return unflatten(flat, entries_of(layout_text(entries)))
+
+    assert isinstance(pair_up(received()).pairs, BucketPairs)
+    for position in range(4):
+        bucket = received()
+        bucket[position][1][0, -1] = bad
+        assert pair_up(bucket).faults == (f"{bucket[position][0]!r} holds NaN or infinite values",)
+    pairing = pair_up(received(), alpha=3.0, layer_scaling={"y": 0.5})
+    assert [(p.layer, p.scale) for p in pairing.pairs] == [("x", 1.5), ("y", 0.5)]
+    assert layers_of(pairing.pairs) == [pair.layer for pair in pairing.pairs[:]] == ["x", "y"]
+
+
+def test_what_lies_between_the_tensors_of_a_bucket_is_no_fault():
+    flat, entries = flatten([("x.lora_A", torch.ones(1, 3)), ("x.lora_B", torch.ones(5, 1))])
+    flat[12:16] = 255
+    assert pair_up(unflatten(flat, entries_of(layout_text(entries)))).faults == ()
 
 
 def test_a_tensor_under_two_names_says_nothing_of_the_next_request():

@@ -3,17 +3,19 @@
 import gc
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from sgld_lora_merge import kernels
+from sgld_lora_merge.bucket import entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import LinearModule
+from sgld_lora_merge.targets import LinearModule, Span
 
 LAYERS = {"x": (24, 16), "y": (16, 16), "z": (8, 32)}
 
@@ -41,6 +43,17 @@ def pairs(seed, *, rank=8, layers=LAYERS, scale=1.5, dtype=torch.float32):
 
 def update(seed, *, whole=True, adapter="default", **kwargs):
     return ModuleUpdate("m", pairs(seed, **kwargs), whole=whole, adapter=adapter)
+
+
+def in_a_bucket(seed, *, whole=True, adapter="default", scale=1.5, **kwargs):
+    """`update` as our trainer sends it: a bucket, whose layout is text."""
+    sent = pairs(seed, **kwargs)
+    named = [(f"{p.layer}.lora_{side}", tensor) for p in sent for side, tensor in (("A", p.a), ("B", p.b))]
+    flat, entries = flatten(named)
+    received = unflatten(flat, entries_of(layout_text(entries)))
+    pairing = pair_up(received, alpha=scale * sent[0].rank)
+    assert pairing.faults == ()
+    return ModuleUpdate("m", pairing.pairs, whole=whole, adapter=adapter)
 
 
 def engine_of(net, precision=Precision.FP32):
@@ -79,18 +92,62 @@ def memory(plan):
     return [placed.pair.a.data_ptr() for placed in plan.modules[0].after["default"].values()]
 
 
+@pytest.mark.parametrize("made", [update, in_a_bucket])
 @pytest.mark.parametrize("precision", Precision)
-def test_every_update_gives_the_bytes_that_it_gives_alone(precision):
+def test_every_update_gives_the_bytes_that_it_gives_alone(precision, made):
     net = model()
     engine = engine_of(net, precision)
     plans = []
     for seed in range(1, 9):
-        wanted = update(seed)
+        wanted = made(seed)
         plan, stats = go_live(engine, wanted)
         plans.append(memory(plan))
-        assert same(net, alone(wanted, precision))
+        assert same(net, alone(update(seed), precision))
         assert stats.update_sq > 0
     assert plans[3:6] == plans[0:3] == plans[6:] + plans[5:6]
+
+
+def test_of_a_bucket_that_takes_old_memory_no_tensor_is_looked_at():
+    net = model()
+    engine = engine_of(net)
+    for seed in range(1, 7):
+        wanted = in_a_bucket(seed)
+        go_live(engine, wanted)
+        made = {"made" in vars(wanted.pairs), "named" in vars(wanted.pairs.bucket)}
+        assert made == ({True} if seed < 4 else {False})
+    assert same(net, alone(update(6)))
+
+
+def test_of_a_bucket_that_is_live_nothing_of_the_senders_is_kept():
+    engine = engine_of(model())
+    for seed in range(1, 7):
+        wanted = in_a_bucket(seed)
+        storage = weakref.ref(wanted.pairs.bucket.flat.untyped_storage())
+        go_live(engine, wanted)
+        del wanted
+        gc.collect()
+        assert storage() is None
+
+
+def test_a_part_of_a_bucket_lands_where_a_part_of_a_list_does():
+    """A rank of a tensor-parallel engine takes rows of B, which no copy of the whole bucket gives it."""
+
+    class Half(LinearModule):
+        def land(self, layer):
+            (target,) = super().land(layer).targets
+            half = target.rows.size // 2
+            rows = Span(0, half)
+            part = replace(target, rows=rows, b_rows=(rows,))
+            return replace(super().land(layer), targets=(part,))
+
+    nets = [model(), model()]
+    for net, made in zip(nets, (update, in_a_bucket), strict=True):
+        view = Half(net)
+        engine = MergeEngine(lambda view=view: {"m": view}, Precision.FP32)
+        for seed in range(1, 7):
+            go_live(engine, made(seed))
+    assert same(nets[0], nets[1].state_dict())
+    assert not same(nets[0], alone(update(6)))
 
 
 def test_an_update_that_was_refused_leaves_what_is_live_and_what_was_before():
@@ -191,11 +248,13 @@ def test_any_sequence_of_steps_ends_where_an_engine_ends_that_never_refills():
     engines = [engine_of(net) for net in nets]
     engines[1].plan = lambda updates: engines[1]._allocate(engines[1].check(updates))
     for number in range(150):
-        step = chance.choice(("update",) * 12 + ("refused", "partial", "rollback", "reset", "sleep"))
+        step = chance.choice(("update",) * 6 + ("bucket",) * 12 + ("refused", "partial", "rollback", "reset", "sleep"))
         for engine in engines:
             match step:
                 case "update" | "partial":
                     go_live(engine, update(number, whole=step == "update"))
+                case "bucket":
+                    go_live(engine, in_a_bucket(number))
                 case "refused":
                     plan = engine.plan([update(number)])
                     engine.commit(plan)
