@@ -26,16 +26,18 @@ class State:
     Attributes:
         sglang_adapter: sglang has wrapped the layers for an adapter of its own, at its start or by a route, which was
             then taken out again.
+        shared: the fixture of the engine that other tests have in this state too.
     """
 
     arguments: tuple[str, ...]
     merge_mode: str = "merge"
     sglang_adapter: str = ""
+    shared: str = ""
 
 
 STATES = {
-    "plain": State(ONE),
-    "tp 2": State((*TWO, "--tp-size", "2")),
+    "plain": State(ONE, shared="zimage_session"),
+    "tp 2": State((*TWO, "--tp-size", "2"), shared="tp2_session"),
     "FSDP inference": State((*TWO, "--use-fsdp-inference", "true")),
     "dynamic": State((*ONE, "--lora-merge-mode", "dynamic"), "dynamic"),
     "dynamic, tp 2": State((*TWO, "--tp-size", "2", "--lora-merge-mode", "dynamic"), "dynamic"),
@@ -65,6 +67,9 @@ def entered(request, serve_zimage, sglang_adapter):
     state = STATES[request.param]
     if state.sglang_adapter and server.before_0_5_23():
         pytest.skip("sglang 0.5.21 and 0.5.22 load no adapter of their own on a CPU: torch.cpu.empty_cache")
+    if state.shared:
+        yield state, request.getfixturevalue(state.shared)
+        return
     at_start = ("--lora-path", str(sglang_adapter)) if state.sglang_adapter == "start" else ()
     with serve_zimage(*state.arguments, *at_start, OMP_NUM_THREADS="1") as engine:
         if state.sglang_adapter == "route":
