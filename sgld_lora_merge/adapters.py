@@ -93,20 +93,18 @@ def owned(
         place: the device of a target's pairs.
         bucket: whose views all pairs are that are not the engine's own.
     """
-    groups: dict[tuple[int, tuple[Span, ...], torch.device], list[Placed]] = {}
+    groups: Groups = {}
     for placed in adapter.values():
         device = place(placed.target)
         if not placed.pair.owned or placed.pair.a.device != device:
             groups.setdefault((id(placed.pair), placed.target.a_cols, device), []).append(placed)
     if not groups:
         return Owned(adapter)
-    if bucket is not None and not all(
-        device == bucket.flat.device and not group[0].pair.owned and (precision is Precision.FP16 or _is_whole(group))
-        for (_, _, device), group in groups.items()
-    ):
-        bucket = None
-    memory = None if bucket is None else torch.empty_like(bucket.flat)
-    new = _new if bucket is None or memory is None else partial(_same_place, bucket, memory)
+    memory, new = None, _new
+    if bucket is not None and _takes_all(groups, precision):
+        ((_, _, device), _), *_ = groups.items()
+        memory = bucket.flat.to(device, copy=True)
+        new = partial(_same_place, bucket, memory)
     copies: list[Copy] = []
     sources: list[torch.Tensor] = []
     result = dict(adapter)
@@ -119,7 +117,8 @@ def owned(
         copies += made
         sources += (copy.source(pair) for copy in made)
         result |= {target.key: Placed(own, target) for target in targets}
-    _run(copies, sources)
+    if memory is None:
+        _run(copies, sources)
     return Owned(result, copies, memory)
 
 
@@ -143,6 +142,17 @@ def own_copy(pair: Pair) -> Pair:
     own, copies = _whole(pair, torch.device("cpu"))
     _run(copies, [copy.source(pair) for copy in copies])
     return own
+
+
+# the targets of a pair that take the same of its columns and are on the same device
+Groups = dict[tuple[int, tuple[Span, ...], torch.device], list[Placed]]
+
+
+def _takes_all(groups: Groups, precision: Precision) -> bool:
+    """Whether pairs that nobody has copied are all kept whole, and on one device."""
+    return len({device for _, _, device in groups}) == 1 and all(
+        not group[0].pair.owned and (precision is Precision.FP16 or _is_whole(group)) for group in groups.values()
+    )
 
 
 New = Callable[[torch.Tensor, torch.device], torch.Tensor]  # memory for a tensor's copy on a device

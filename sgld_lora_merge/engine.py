@@ -480,8 +480,10 @@ def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
 def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tuple[Weights, Sequence[Target]]]:
     """Writable weights by name, one after the other, and the targets that are in each."""
     for name in dict.fromkeys(target.weight for target in targets):
-        with offloaded.opened(name) as weight:
-            yield {name: weight}.__getitem__, [target for target in targets if target.weight == name]
+        here = [target for target in targets if target.weight == name]
+        with offloaded.opened(name, [target.rows for target in here]) as weight:
+            yield {name: weight}.__getitem__, here
+    offloaded.finish()
 
 
 def _place(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:

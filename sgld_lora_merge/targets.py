@@ -107,8 +107,11 @@ class Offloaded(Protocol):
     def blank(self, name: str) -> torch.Tensor:
         """That memory, in a weight's shape and dtype and of no particular content; all weights share it."""
 
-    def opened(self, name: str) -> AbstractContextManager[torch.Tensor]:
-        """The live weight, in that memory; what it holds on leaving is live then."""
+    def opened(self, name: str, rows: Sequence[Span]) -> AbstractContextManager[torch.Tensor]:
+        """Such memory for a live weight; what these rows of it hold on leaving is live once `finish` has returned."""
+
+    def finish(self) -> None:
+        """Wait until all that was written is live."""
 
 
 class ModuleView(Protocol):

@@ -13,30 +13,37 @@ from sgld_lora_merge.targets import LinearModule
 
 
 class Host:
-    """Keeps weights apart from the module, as sglang's offload managers do; counts what is open."""
+    """Keeps weights apart from the module, as sglang does; one is written while the next is merged."""
 
     device = torch.device("cpu")
 
     def __init__(self, module):
         self.weights = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
         self.memory = torch.full((max(weight.numel() for weight in self.weights.values()),), torch.nan)
-        self.open, self.fails = 0, None
+        self.open, self.fails, self.waiting = 0, None, []
 
     def blank(self, name):
         weight = self.weights[name]
         return self.memory[: weight.numel()].view(weight.shape)
 
     @contextmanager
-    def opened(self, name):
+    def opened(self, name, rows):
         assert self.open == 0
         self.open += 1
         merged = self.blank(name)
-        merged.copy_(self.weights[name])
+        merged.fill_(torch.nan)
         yield merged
+        self.finish()
         if name == self.fails:
             raise RuntimeError("no room")
-        self.weights[name].copy_(merged)
+        parts = [slice(span.start, span.stop) for span in rows]
+        self.waiting = [(self.weights[name][part], merged[part].clone()) for part in parts]
         self.open -= 1
+
+    def finish(self):
+        for live, part in self.waiting:
+            live.copy_(part)
+        self.waiting.clear()
 
 
 class HostModule(LinearModule):
