@@ -143,13 +143,19 @@ class MergeRoutes:
         return await self._whole("upload", partial(self._upload, request))
 
     async def refresh(self) -> None:
-        """Ask the workers for their state; it waits behind a running generation."""
+        """Ask the workers for their state, which a request of sglang's own may have changed.
+
+        It waits behind a running generation.
+        """
         async with self._one_at_a_time:  # between the replicas' steps of an update they differ, rightly
             try:
                 output = await self._ask(MergeReq([], operation="status"))
                 open_id = self.record.ledger.open_id
                 if open_id is not None and open_id != output["staged_update"]:
                     self.record.ledger.abandon(open_id, "the engine went to sleep")
+                self.record.ledger.base_is_live(
+                    [name for name, module in output["snapshot"].items() if module["state"] == "base"]
+                )
             except Exception as error:
                 logger.warning("the workers' LoRA merge state is not known: %s", error)
 

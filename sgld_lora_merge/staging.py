@@ -5,7 +5,7 @@
     live        the last bucket, or the commit, has been merged
     abandoned   another update was begun, the sender aborted it, or its time ran out
     replaced    it was live, until another update replaced all of it
-    reset       it was live, until a reset; a rollback after it makes it live again
+    reset       it was live, until a reset, after which a rollback makes it live again, or until sglang loaded weights
     rolled back it was live, until a rollback
 
 `Ledger` is the bookkeeping by names and digests, `StagedPairs` what a rank keeps of an open update.
@@ -190,6 +190,13 @@ class Ledger:
         for update, state in self._after_rollback:
             update.state = state
         self._after_rollback = []
+
+    def base_is_live(self, modules: Collection[str]) -> None:
+        """Nothing is merged into these modules, whoever has seen to that: no update of them is live."""
+        for update in self.updates.values():
+            if update.state == "live" and update.modules and update.modules <= set(modules):
+                update.state = "reset"
+                self._after_rollback = []
 
     def check_abort(self, update_id: str) -> None:
         """

@@ -188,6 +188,18 @@ def test_the_same_request_is_a_conflict_once_its_update_is_taken_back(state):
     )
 
 
+def test_where_sglang_has_loaded_other_weights_no_update_is_live_and_none_comes_back():
+    ledger = Ledger()
+    live(ledger, "u", "m")
+    live(ledger, "both", "m", "n")
+    ledger.base_is_live(["m", "other"])
+    assert states(ledger) == {"u": "replaced", "both": "live"}
+    ledger.base_is_live(["m", "n"])
+    ledger.rolled_back()
+    assert states(ledger) == {"u": "replaced", "both": "reset"}
+    assert "is reset" in conflict(ledger, bucket(0, count=1, update_id="both"))
+
+
 def test_the_same_request_gets_its_answer_again_also_after_it_is_replaced():
     ledger = Ledger()
     live(ledger, "u", "m")

@@ -38,10 +38,12 @@ class Engine:
     def adapter(self, seed: int = 1, **kwargs: Any) -> lora.Adapter:
         return lora.random_adapter(self.targets, seed=seed, **kwargs)
 
-    def fields(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> dict[str, Any]:
-        """Body of an update with a fresh payload; ``None`` takes a field out."""
+    def fields(
+        self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, *, compact: bool = False, **fields: Any
+    ) -> dict[str, Any]:
+        """Body of an update with a fresh payload; ``None`` takes a field out. ``compact``: as our trainer packs it."""
         tensors = lora.named(adapter) if isinstance(adapter, dict) else adapter
-        payload, self.sent = pack({"transformer": tensors})
+        payload, self.sent = pack({"transformer": tensors}, compact=compact)
         body = {
             "serialized_named_tensors": [payload], "load_format": "flattened_bucket",
             "target_modules": ["transformer"], "weight_update_mode": "lora_merge", "lora_alpha": 6, "lora_rank": 4,

@@ -68,7 +68,8 @@ def test_a_full_update_that_fails_leaves_the_base_where_it_did_not_write(zimage)
 
 def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
     adapter = zimage.adapter(seed=1)
-    zimage.update(adapter, weight_version="1")
+    named = zimage.fields(adapter, weight_version="1", update_id="before the new base")
+    assert zimage.send(named).status_code == 200
     other = tmp_path / "other"
     shutil.copytree(zimage.checkpoint, other)
     file = other / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -79,6 +80,8 @@ def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
         assert zimage.server.post("/update_weights_from_disk", body).status_code == 200
         zimage.holds(lora.checksums(zimage.to_engine(new_base)))
         assert zimage.status()["modules"]["transformer"]["state"] == "base"
+        assert zimage.status()["updates"][-1]["state"] == "reset"
+        assert zimage.send(named).status_code == 409
         zimage.update(adapter)
         zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
     finally:
