@@ -73,11 +73,18 @@ def unpickler(data: bytes) -> None:
 
 
 def layout(data: bytes) -> None:
-    """A bucket of up to 64 KiB (two bytes), and what its entries are in JSON text: as a layout, and as metadata."""
+    """A bucket of up to 64 KiB (two bytes), and what its entries are in JSON text: as a layout, and as metadata.
+
+    As a layout it is paired up twice: the second time its form may be known.
+    """
     flat = torch.zeros(struct.unpack("<H", data[:2].ljust(2, b"\0"))[0], dtype=torch.uint8)
     text = data[2:].decode(errors="replace")
     with suppress(RequestError):
-        unflatten(flat, entries_of(text))
+        named = unflatten(flat, entries_of(text))
+        assert sum(tensor.nbytes for _, tensor in named) <= flat.numel()
+        for _ in range(2):
+            for pair in pair_up(unflatten(flat, entries_of(text)), alpha=1.0).pairs:
+                assert pair.a.shape[0] == pair.b.shape[1] == pair.rank
     with suppress(ValueError, TypeError, RequestError):
         unflatten(flat, [BucketEntry(n, shape, dtype, a, b, 0) for n, dtype, shape, a, b in from_json(text)])
 

@@ -108,13 +108,8 @@ class Bucket(Sequence[tuple[str, torch.Tensor]]):
 
     @functools.cached_property
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        views = self.views(self.flat)
-        return [(slot.name, view) for slot, view in zip(self.layout, views, strict=True)]
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors as views into ``flat``, this bucket or a copy of it."""
         typed: dict[torch.dtype, torch.Tensor] = {}
-        return [_view(flat, slot, typed) for slot in self.layout]
+        return [(slot.name, _view(self.flat, slot, typed)) for slot in self.layout]
 
     @property
     def elements(self) -> torch.Tensor:
