@@ -38,6 +38,7 @@ $(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirement
 
 # the same environment from archives of known content, on the kind of machine that the lock is for
 install-locked: requirements/lock.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the lock is of Python 3.11: make PYTHON=python3.11 install-locked")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements/torch-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps --require-hashes -r requirements/lock.txt

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 
 @contextmanager
 def progress(title: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """What it gives is called after each step. There is a bar if somebody can see it: on a terminal, and with rich.
+    """What it gives is called after each step. There is a bar if somebody can see it: on a terminal.
 
     Args:
         steps: how many there are; one alone needs no bar.
         shown: whether this rank is the one that tells.
     """
-    if not (shown and steps > 1 and sys.stderr.isatty() and find_spec("rich")):
+    if not (shown and steps > 1 and sys.stderr.isatty()):
         yield lambda: None
         return
     from rich.console import Console

@@ -26,7 +26,6 @@ def written(monkeypatch, stderr, steps, *, shown=True):
 
 
 def test_several_steps_on_a_terminal_have_a_bar(monkeypatch):
-    pytest.importorskip("rich")
     bar = written(monkeypatch, Terminal(), 3)
     assert "LoRA IPC weight sync v1" in bar
     assert "100%" in bar
@@ -39,8 +38,3 @@ def test_one_step_and_other_ranks_have_none(monkeypatch, steps, shown):
 
 def test_a_file_has_none(monkeypatch):
     assert written(monkeypatch, io.StringIO(), 3) == ""
-
-
-def test_without_rich_there_is_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert written(monkeypatch, Terminal(), 3) == ""

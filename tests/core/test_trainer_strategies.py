@@ -111,7 +111,6 @@ def test_the_fields_of_every_bucket_make_one_update():
 
 
 def test_a_sync_of_several_buckets_shows_its_progress_on_a_terminal(monkeypatch):
-    pytest.importorskip("rich")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
