@@ -199,9 +199,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     """Where the median sync's time is; of engines that take ten times as long as the fastest it would not be seen."""
     from matplotlib import pyplot
 
-    known = {result["name"]: median(result, "post") for result in results if median(result, "engine total") is not None}
-    fastest = min((post for post in known.values() if post is not None), default=0.0)
-    shown = [result for result in results if (known.get(result["name"]) or 10 * fastest + 1) <= 10 * fastest]
+    timed = [
+        (median(result, "post") or 0.0, result) for result in results if median(result, "engine total") is not None
+    ]
+    fastest = min((post for post, _ in timed), default=0.0)
+    shown = [result for post, result in timed if post <= 10 * fastest]
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.6 * len(shown)))
     for position, result in enumerate(shown):
         left = 0.0

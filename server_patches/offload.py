@@ -70,7 +70,7 @@ class HostWeights:
 class _WayBack:
     """Merged weights to pageable memory, by way of pinned memory: while one is written there, the next is merged.
 
-    A GPU copies into pageable memory at a tenth of its link's speed.
+    A GPU copies into pageable memory far below its link's speed (benchmarks/results/sync.md).
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

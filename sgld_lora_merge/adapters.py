@@ -102,7 +102,7 @@ def owned(
         return Owned(adapter)
     memory, new = None, _new
     if bucket is not None and _takes_all(groups, precision):
-        ((_, _, device), _), *_ = groups.items()
+        _, _, device = next(iter(groups))
         memory = bucket.flat.to(device, copy=True)
         new = partial(_same_place, bucket, memory)
     copies: list[Copy] = []
@@ -110,7 +110,7 @@ def owned(
     result = dict(adapter)
     for (_, _, device), group in groups.items():
         pair, targets = group[0].pair, [placed.target for placed in group]
-        if pair.owned or precision is Precision.FP16 or _is_whole(group):
+        if _is_whole(group, precision):
             own, made = _whole(pair, device, new)
         else:
             own, made, targets = _part(pair, targets, device)
@@ -151,7 +151,7 @@ Groups = dict[tuple[int, tuple[Span, ...], torch.device], list[Placed]]
 def _takes_all(groups: Groups, precision: Precision) -> bool:
     """Whether pairs that nobody has copied are all kept whole, and on one device."""
     return len({device for _, _, device in groups}) == 1 and all(
-        not group[0].pair.owned and (precision is Precision.FP16 or _is_whole(group)) for group in groups.values()
+        not group[0].pair.owned and _is_whole(group, precision) for group in groups.values()
     )
 
 
@@ -173,9 +173,11 @@ def _whole(pair: Pair, device: torch.device, new: New = _new) -> tuple[Pair, lis
     return Pair(pair.layer, a, b, pair.scale, True, pair.kernel), [Copy(a, pair.layer, "a"), Copy(b, pair.layer, "b")]
 
 
-def _is_whole(group: Sequence[Placed]) -> bool:
-    """Whether targets of the same columns take all of their pair."""
+def _is_whole(group: Sequence[Placed], precision: Precision) -> bool:
+    """Whether targets of the same columns keep their pair as it is: they take all of it, or may not take a part."""
     pair, rows = group[0].pair, [span for placed in group for span in placed.target.b_rows]
+    if pair.owned or precision is Precision.FP16:
+        return True
     return group[0].target.a_cols == (Span(0, pair.a.shape[1]),) and rows == [Span(0, pair.b.shape[0])]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, overload
 
@@ -20,6 +21,7 @@ from sgld_lora_merge.errors import RequestError, in_short
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
 Entry = TypeVar("Entry")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_DIMENSIONS = 64  # of a tensor in torch
 DTYPES: dict[str, torch.dtype] = {
@@ -69,7 +71,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout(Sequence[Slot]):
+class Layout:
     """The slots that a text describes; the same text gives the same object.
 
     Attributes:
@@ -84,19 +86,31 @@ class Layout(Sequence[Slot]):
     nbytes: int
     dtype: torch.dtype | None
 
-    @overload
-    def __getitem__(self, place: int) -> Slot: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Slot]: ...
-    def __getitem__(self, place: int | slice) -> Slot | Sequence[Slot]:
-        return self.slots[place]
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
 
-    def __len__(self) -> int:
-        return len(self.slots)
+
+class Lazy(Sequence[Item], ABC):
+    """A list that is made when something of it is asked for; its length is known before."""
+
+    @abstractmethod
+    def make(self) -> list[Item]:
+        """The list."""
+
+    @functools.cached_property
+    def made(self) -> list[Item]:
+        return self.make()
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | Sequence[Item]:
+        return self.made[place]
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket(Sequence[tuple[str, torch.Tensor]]):
+class Bucket(Lazy[tuple[str, torch.Tensor]]):
     """Named tensors of one dtype, each at a multiple of 16 bytes: views into the bucket, made when one is asked for.
 
     Attributes:
@@ -106,8 +120,7 @@ class Bucket(Sequence[tuple[str, torch.Tensor]]):
     flat: torch.Tensor
     layout: Layout
 
-    @functools.cached_property
-    def named(self) -> list[tuple[str, torch.Tensor]]:
+    def make(self) -> list[tuple[str, torch.Tensor]]:
         typed: dict[torch.dtype, torch.Tensor] = {}
         return [(slot.name, _view(self.flat, slot, typed)) for slot in self.layout]
 
@@ -117,15 +130,8 @@ class Bucket(Sequence[tuple[str, torch.Tensor]]):
         assert self.layout.dtype is not None
         return self.flat.view(self.layout.dtype)
 
-    @overload
-    def __getitem__(self, place: int) -> tuple[str, torch.Tensor]: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[tuple[str, torch.Tensor]]: ...
-    def __getitem__(self, place: int | slice) -> tuple[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]:
-        return self.named[place]
-
     def __len__(self) -> int:
-        return len(self.layout)
+        return len(self.layout.slots)
 
 
 def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, list[BucketEntry]]:
@@ -145,7 +151,7 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
         if tensor.numel() == 0:
             raise ValueError(f"{name!r} is empty: shape {tuple(tensor.shape)}")
         entries.append(BucketEntry(name, tensor.shape, tensor.dtype, offset, offset + tensor.nbytes, tensor.nbytes))
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
     flat = torch.zeros(offset, dtype=torch.uint8, device=tensors[0][1].device)
     typed: dict[torch.dtype, torch.Tensor] = {}
     with torch.no_grad():
@@ -182,14 +188,12 @@ def _slots(layout: str) -> Layout:
     slots = tuple(_each(entries, _slot))
     sizes = [slot.stop - slot.start for slot in slots]
     stop, dtypes = max((slot.stop for slot in slots), default=0), {slot.dtype for slot in slots}
-    filled = sum(map(_aligned, sizes))
+    filled = sum(map(aligned, sizes))
     regular = len(dtypes) == 1 and stop <= filled and not any(slot.start % ALIGNMENT for slot in slots)
     return Layout(slots, stop, sum(sizes), dtypes.pop() if regular else None)
 
 
-def unflatten(
-    flat: torch.Tensor, entries: Sequence[BucketEntry] | Sequence[Slot] | Layout
-) -> Sequence[tuple[str, torch.Tensor]]:
+def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Layout) -> Sequence[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views into it where their offsets allow that; a `Bucket` where it is a regular one.
 
     Raises:
@@ -201,8 +205,7 @@ def unflatten(
         fits = max(entries.stop, entries.nbytes) <= flat.numel()
         if entries.dtype is not None and fits and _is_aligned(flat, entries.dtype.itemsize):
             return Bucket(flat[: entries.stop], entries)
-        entries = entries.slots
-    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (BucketEntry, Slot)) for entry in entries):
+    elif not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     typed: dict[torch.dtype, torch.Tensor] = {}
     left = flat.numel()
@@ -217,7 +220,7 @@ def unflatten(
             raise ValueError(f"with it the entries take more than the {flat.numel()} bytes of the bucket")
         return slot.name, _view(flat, slot, typed)
 
-    return _each(entries, tensor)
+    return _each(entries.slots if isinstance(entries, Layout) else entries, tensor)
 
 
 def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> list[Result]:
@@ -264,7 +267,8 @@ def _view(flat: torch.Tensor, slot: Slot, typed: dict[torch.dtype, torch.Tensor]
     return whole.as_strided(shape, strides, whole.storage_offset() + start // itemsize)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of so many takes in a bucket."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

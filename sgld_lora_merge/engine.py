@@ -262,10 +262,9 @@ class MergeEngine:
         copies = [copy for own in kept.values() for copy in own.copies]
         if not may_be_refilled(plan, copies):
             return replace(plan, outline=None)
-        memory = next((own.memory for own in kept.values() if own.copies), None)
-        return replace(
-            plan, copies=copies, memory=memory, addresses={name: address_of(weight) for name, weight in weights.items()}
-        )
+        (own,) = kept.values()
+        addresses = {name: address_of(weight) for name, weight in weights.items()}
+        return replace(plan, copies=own.copies, memory=own.memory, addresses=addresses)
 
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None

@@ -6,11 +6,11 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 
-from sgld_lora_merge.bucket import ALIGNMENT, Bucket
+from sgld_lora_merge.bucket import Bucket, Lazy, aligned
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import checked_scale, scale_of
 
@@ -120,7 +120,7 @@ class Pairing:
 
 
 @dataclass(frozen=True, eq=False)
-class BucketPairs(Sequence[Pair]):
+class BucketPairs(Lazy[Pair]):
     """All tensors of a bucket as pairs, sorted by layer, of a request whose form is known; made when one is asked for.
 
     Attributes:
@@ -135,16 +135,8 @@ class BucketPairs(Sequence[Pair]):
     def layers(self) -> list[str]:
         return [pair.layer for pair in self.remembered]
 
-    @functools.cached_property
-    def made(self) -> list[Pair]:
+    def make(self) -> list[Pair]:
         return _made(self.remembered, self.bucket)
-
-    @overload
-    def __getitem__(self, place: int) -> Pair: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Pair]: ...
-    def __getitem__(self, place: int | slice) -> Pair | Sequence[Pair]:
-        return self.made[place]
 
     def __len__(self) -> int:
         return len(self.remembered)
@@ -390,7 +382,7 @@ def _run_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """
     first, last = min(tensors, key=torch.Tensor.data_ptr), max(tensors, key=torch.Tensor.data_ptr)
     span = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - first.data_ptr()
-    filled = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    filled = sum(aligned(tensor.nbytes) for tensor in tensors)
     whole = all(tensor.is_contiguous() for tensor in tensors)
     if not whole or span > filled or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None

@@ -77,6 +77,15 @@ class NamedUpdate:
         return self.state in ("staging", "staged")
 
     @property
+    def told(self) -> str:
+        """Its state, and why where that is known."""
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+    def is_live_within(self, modules: Collection[str]) -> bool:
+        """Whether it is live, and in none but these modules."""
+        return self.state == "live" and self.modules <= set(modules)
+
+    @property
     def is_taken_back(self) -> bool:
         return self.state in ("reset", "rolled back")
 
@@ -106,7 +115,7 @@ class Ledger:
         if update.state == "abandoned":
             raise ConflictError(f"{name} was abandoned: {update.reason}. Send the update again under another id")
         if update.is_taken_back:
-            raise ConflictError(f"{name} was live and is {update.state}. Send the update again under another id")
+            raise ConflictError(f"{name} was live and is {update.told}. Send the update again under another id")
         digest, answer = update.answers.get(bucket.index, (None, None))
         if digest == bucket.digest:
             return answer
@@ -176,12 +185,7 @@ class Ledger:
         for name, update in self.updates.items():
             if name == update_id:
                 self._after_rollback.append((update, "rolled back"))
-            elif (
-                ended is not None
-                and update.state == "live"
-                and update.modules <= set(modules)
-                and adapter in (None, update.adapter)
-            ):
+            elif ended is not None and update.is_live_within(modules) and adapter in (None, update.adapter):
                 update.state = ended
                 self._after_rollback.append((update, "live"))
 
@@ -194,8 +198,8 @@ class Ledger:
     def base_is_live(self, modules: Collection[str]) -> None:
         """Nothing is merged into these modules, whoever has seen to that: no update of them is live."""
         for update in self.updates.values():
-            if update.state == "live" and update.modules and update.modules <= set(modules):
-                update.state = "reset"
+            if update.is_live_within(modules):
+                update.state, update.reason = "reset", "sglang has put other weights into its modules"
                 self._after_rollback = []
 
     def check_abort(self, update_id: str) -> None:
@@ -216,7 +220,7 @@ class Ledger:
             return "no bucket of it has arrived"
         if update.state == "staging":
             return f"buckets {update.buckets} of {update.count} have arrived"
-        return f"it is {update.state}" + (f": {update.reason}" if update.reason else "")
+        return f"it is {update.told}"
 
 
 class TooMuchStaged(LoraMergeError):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sgld_lora_merge.bucket import ALIGNMENT
+from sgld_lora_merge.bucket import aligned
 
 
 def whole_nbytes(tensor: torch.Tensor) -> int:
@@ -16,7 +16,7 @@ def whole_nbytes(tensor: torch.Tensor) -> int:
 
 def flattened_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that `sgld_lora_merge.bucket.flatten` takes for these tensors; sharded ones count whole."""
-    return sum(-(-whole_nbytes(tensor) // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    return sum(aligned(whole_nbytes(tensor)) for tensor in tensors)
 
 
 def plan_buckets(nbytes: Mapping[str, int], buffer_size: int) -> list[list[str]]:

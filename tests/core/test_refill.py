@@ -113,7 +113,7 @@ def test_of_a_bucket_that_takes_old_memory_no_tensor_is_looked_at():
     for seed in range(1, 7):
         wanted = in_a_bucket(seed)
         go_live(engine, wanted)
-        made = {"made" in vars(wanted.pairs), "named" in vars(wanted.pairs.bucket)}
+        made = {"made" in vars(wanted.pairs), "made" in vars(wanted.pairs.bucket)}
         assert made == ({True} if seed < 4 else {False})
     assert same(net, alone(update(6)))
 

@@ -197,7 +197,8 @@ def test_where_sglang_has_loaded_other_weights_no_update_is_live_and_none_comes_
     ledger.base_is_live(["m", "n"])
     ledger.rolled_back()
     assert states(ledger) == {"u": "replaced", "both": "reset"}
-    assert "is reset" in conflict(ledger, bucket(0, count=1, update_id="both"))
+    told = conflict(ledger, bucket(0, count=1, update_id="both"))
+    assert "'both' was live and is reset: sglang has put other weights into its modules. Send the update again" in told
 
 
 def test_the_same_request_gets_its_answer_again_also_after_it_is_replaced():

@@ -56,6 +56,17 @@ class Engine:
     def update(self, adapter: lora.Adapter | list[tuple[str, torch.Tensor]], /, **fields: Any) -> httpx.Response:
         return self.send(self.fields(adapter, **fields))
 
+    def readable_adapter(self, seed: int) -> lora.Adapter:
+        """Of rank 8 and layers whose pairs a kernel reads where they are: its update may take older memory."""
+        pairs = self.adapter(seed=seed, rank=8).items()
+        return {layer: (a, b) for layer, (a, b) in pairs if a.shape[1] % 8 == 0}
+
+    def verified(self, weights: lora.Weights) -> None:
+        """Our checker, whole layers in the sender's names, over all ranks."""
+        layers = {layer: {"sha256": lora.sha256(weight)} for layer, weight in weights.items()}
+        answer = self.server.post("/lora_merge/verify", {"modules": {"transformer": layers}})
+        assert answer.json()["success"] is True, answer.text
+
     def reset(self) -> None:
         answer = self.server.post("/lora_merge/reset")
         assert answer.status_code == 200, answer.text

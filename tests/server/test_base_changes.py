@@ -81,7 +81,9 @@ def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
         zimage.holds(lora.checksums(zimage.to_engine(new_base)))
         assert zimage.status()["modules"]["transformer"]["state"] == "base"
         assert zimage.status()["updates"][-1]["state"] == "reset"
-        assert zimage.send(named).status_code == 409
+        again = zimage.send(named)
+        assert again.status_code == 409
+        assert "sglang has put other weights into its modules" in again.json()["message"]
         zimage.update(adapter)
         zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
     finally:

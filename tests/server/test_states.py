@@ -93,13 +93,6 @@ def engine(entered):
     return entered[1]
 
 
-def verified(engine, weights):
-    """Our checker, whole layers in the sender's names, over all ranks."""
-    layers = {layer: {"sha256": lora.sha256(weight)} for layer, weight in weights.items()}
-    answer = engine.server.post("/lora_merge/verify", {"modules": {"transformer": layers}})
-    assert answer.json()["success"] is True, answer.text
-
-
 def pixels(image):
     return np.asarray(Image.open(io.BytesIO(image)), dtype=np.float64)
 
@@ -129,10 +122,10 @@ def test_generate(state, engine, zimage):
 def test_checker(state, engine):
     adapter = engine.adapter(seed=2)
     assert engine.update(adapter).status_code == 200
-    verified(engine, lora.merged(engine.targets, adapter, 1.5, engine.merge))
+    engine.verified(lora.merged(engine.targets, adapter, 1.5, engine.merge))
     half = {layer: pair for layer, pair in engine.adapter(seed=3).items() if "layers.1" in layer}
     assert engine.update(half, update_id="half").status_code == 200
-    verified(engine, lora.merged(engine.targets, half, 1.5, engine.merge))
+    engine.verified(lora.merged(engine.targets, half, 1.5, engine.merge))
 
 
 def test_reset(state, engine):
@@ -143,10 +136,10 @@ def test_reset(state, engine):
     engine.reset()
     assert engine.testhook("weights", module="transformer") == weights
     assert engine.server.image() == base
-    verified(engine, engine.targets)
+    engine.verified(engine.targets)
     back = engine.server.post("/lora_merge/rollback")
     assert back.status_code == 200, back.text
-    verified(engine, lora.merged(engine.targets, engine.adapter(seed=4), 1.5, engine.merge))
+    engine.verified(lora.merged(engine.targets, engine.adapter(seed=4), 1.5, engine.merge))
 
 
 def test_a_refused_update_changes_nothing(state, engine):
