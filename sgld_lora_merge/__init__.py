@@ -6,6 +6,7 @@ what both sides share and imports nothing of sglang.
 
 from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError
+from sgld_lora_merge.fingerprint import payload_fingerprint
 from sgld_lora_merge.pairs import Pair, pair_up
 from sgld_lora_merge.payload import pack
 from sgld_lora_merge.precision import Precision, precision_from_environment
@@ -26,5 +27,6 @@ __all__ = [
     "Target",
     "pack",
     "pair_up",
+    "payload_fingerprint",
     "precision_from_environment",
 ]

@@ -7,6 +7,7 @@ none when the bucket before it had the same.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -88,6 +89,11 @@ class Layout:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the slots, the same in every process."""
+        return hashlib.sha256(repr(self.slots).encode()).hexdigest()
 
 
 class Lazy(Sequence[Item], ABC):
@@ -185,7 +191,9 @@ def _slots(layout: str) -> Layout:
     except (ValueError, TypeError) as error:
         told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"
         raise RequestError(told) from error
-    slots = tuple(_each(entries, _slot))
+    slots, faults = _slots_of(entries)
+    if faults:
+        raise RequestError(*faults)
     sizes = [slot.stop - slot.start for slot in slots]
     stop, dtypes = max((slot.stop for slot in slots), default=0), {slot.dtype for slot in slots}
     filled = sum(map(aligned, sizes))
@@ -205,26 +213,40 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Layout) -> Se
         fits = max(entries.stop, entries.nbytes) <= flat.numel()
         if entries.dtype is not None and fits and _is_aligned(flat, entries.dtype.itemsize):
             return Bucket(flat[: entries.stop], entries)
+        slots = entries.slots
+        faults: list[str] = []
     elif not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
+    else:
+        slots, faults = _slots_of(entries)
     typed: dict[torch.dtype, torch.Tensor] = {}
-    left = flat.numel()
 
-    def tensor(entry: BucketEntry | Slot) -> tuple[str, torch.Tensor]:
-        nonlocal left
-        slot = entry if isinstance(entry, Slot) else _slot(entry)
+    def tensor(slot: Slot) -> tuple[str, torch.Tensor]:
         if slot.stop > flat.numel():
             raise ValueError(f"[{slot.start}, {slot.stop}) is outside the bucket of {flat.numel()} bytes")
-        left -= slot.stop - slot.start
-        if left < 0:  # an unaligned slot is a copy: many that overlap would have no end
-            raise ValueError(f"with it the entries take more than the {flat.numel()} bytes of the bucket")
         return slot.name, _view(flat, slot, typed)
 
-    return _each(entries.slots if isinstance(entries, Layout) else entries, tensor)
+    tensors, outside = _each(slots, tensor)
+    if faults or outside:
+        raise RequestError(*faults, *outside)
+    return tensors
 
 
-def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> list[Result]:
-    """The results for all entries, or every entry's fault."""
+def _slots_of(entries: Sequence[BucketEntry]) -> tuple[tuple[Slot, ...], list[str]]:
+    """The slots of entries, and a sentence for every entry that is none or that overlaps another one."""
+    slots, faults = _each(entries, _slot)
+    last = None
+    for slot in sorted((slot for slot in slots if slot.stop > slot.start), key=lambda slot: (slot.start, slot.stop)):
+        if last is not None and slot.start < last.stop:
+            mine, other = f"[{slot.start}, {slot.stop})", f"[{last.start}, {last.stop})"
+            faults.append(f"metadata of {slot.name!r}: {mine} overlaps {last.name!r}, {other}")
+        if last is None or slot.stop > last.stop:
+            last = slot
+    return tuple(slots), faults
+
+
+def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> tuple[list[Result], list[str]]:
+    """The results for those entries that have one, and a sentence for each of the others."""
     results, faults = [], []
     for position, entry in enumerate(entries):
         try:
@@ -232,9 +254,7 @@ def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> list[Resu
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             name = getattr(entry, "name", None)
             faults.append(f"metadata of {repr(name) if isinstance(name, str) else f'entry {position}'}: {error}")
-    if faults:
-        raise RequestError(*faults)
-    return results
+    return results, faults
 
 
 def _slot(entry: BucketEntry) -> Slot:

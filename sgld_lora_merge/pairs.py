@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,12 @@ class BucketPairs(Lazy[Pair]):
 
     bucket: Bucket
     form: Hashable
-    remembered: Sequence[_Remembered]
+    remembered: _RememberedPairs
+
+    @property
+    def digest(self) -> str:
+        """Of all but the values, the same in every process."""
+        return f"{self.bucket.layout.digest} {self.remembered.digest}"
 
     @property
     def layers(self) -> list[str]:
@@ -192,8 +198,17 @@ class _Remembered(NamedTuple):
     scale: float
 
 
+class _RememberedPairs(list[_Remembered]):
+    """The pairs of a request of some form."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of where they are and of their scales."""
+        return hashlib.sha256(repr(list(self)).encode()).hexdigest()
+
+
 # Every update of a run has the same names, shapes and scales; what was found of them holds for the next one.
-_remembered: dict[Hashable, list[_Remembered]] = {}
+_remembered: dict[Hashable, _RememberedPairs] = {}
 REMEMBERED_FORMS = 8
 
 
@@ -219,7 +234,8 @@ def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: 
         return False
     while len(_remembered) >= REMEMBERED_FORMS:
         del _remembered[next(iter(_remembered))]
-    _remembered[form] = [_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs]
+    found = (_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs)
+    _remembered[form] = _RememberedPairs(found)
     return True
 
 
@@ -320,6 +336,12 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int
     if any(half.tensor.dim() not in DIMENSIONS or not half.tensor.numel() for half in (a, b)):
         raise RequestError()  # named where the tensors were grouped
     kernel = tuple(a.tensor.shape[2:])
+    if _is_stack(a.tensor, b.tensor):
+        raise RequestError(
+            f"{layer!r}: lora_A {tuple(a.tensor.shape)} and lora_B {tuple(b.tensor.shape)} are "
+            f"{a.tensor.shape[0]} pairs in one; send each section of a fused layer under its own name, as "
+            "to_q, to_k and to_v, with two dimensions"
+        )
     if tuple(b.tensor.shape[2:]) != (1,) * len(kernel):
         raise RequestError(
             f"{layer!r}: lora_B {tuple(b.tensor.shape)} does not fit lora_A {tuple(a.tensor.shape)}: it needs kernel "
@@ -335,6 +357,12 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int
         raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
     matrix_a, matrix_b = (half.tensor.flatten(1) if kernel else half.tensor for half in (a, b))
     return Pair(layer, matrix_a, matrix_b, scale(layer, own_rank), kernel=kernel)
+
+
+def _is_stack(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether these are several pairs, ``[sections, rank, in]`` and ``[sections, out, rank]``, and no convolution's."""
+    stacked = a.dim() == b.dim() == 3 and a.shape[:2] == (b.shape[0], b.shape[2])
+    return stacked and tuple(b.shape[1:]) != (a.shape[0], 1)
 
 
 def _non_finite_of(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
@@ -361,7 +389,7 @@ def _all_finite(halves: Sequence[_Half]) -> bool:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for half in halves:
         by_dtype.setdefault(half.tensor.dtype, []).append(half.tensor.detach())
-    runs = [_run_of(tensors) for tensors in by_dtype.values()]
+    runs = [run_of(tensors) for tensors in by_dtype.values()]
     if all(run is not None and _is_finite(run) for run in runs):
         return True
     norms = [torch.stack(torch._foreach_norm(tensors)).float() for tensors in by_dtype.values()]
@@ -375,7 +403,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
-def _run_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def run_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The memory from the first tensor's beginning to the last end, where they fill it as those of a bucket do.
 
     None where they do not. What lies between them is looked at too: zeros in a bucket of ours, anything in another's.

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.kernels import reference
+from sgld_lora_merge.kernels import reference, words
 from sgld_lora_merge.kernels.reference import MergeJob, MergeStats, Term
 from sgld_lora_merge.precision import Precision
 
-__all__ = ["MergeJob", "MergeStats", "Scratch", "Term", "alike", "begin", "compile_ahead", "merge", "scratch_for"]
+__all__ = [
+    "MergeJob", "MergeStats", "Scratch", "Term", "alike", "begin", "compile_ahead", "merge", "scratch_for", "word_sum",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,15 @@ def compile_ahead(
     code = _in_force(device)
     if code is not reference:
         code.compile_ahead(device, precision, weight, pair, rank)
+
+
+def word_sum(data: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """The sum that fingerprints are made of; `words.word_sum` defines it and has the arguments."""
+    if _in_force(data.device) is reference:
+        return words.word_sum(data, start)
+    from sgld_lora_merge.kernels import triton_words
+
+    return triton_words.word_sum(data, start)
 
 
 def _in_force(device: torch.device) -> ModuleType:

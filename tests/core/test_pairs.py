@@ -557,3 +557,16 @@ def test_faults_alphas_and_many_forms_are_found_again_and_again():
         assert pair_up(own).pairs[0].scale == 8.0 / own[0][1].shape[0]
         assert pair_up(sides(f"layer.{number}")).faults == ()
     assert len(_remembered) <= REMEMBERED_FORMS
+
+
+def test_sections_stacked_in_three_dimensions_are_said_to_be_that():
+    """Not "it needs kernel": nobody who stacks q, k and v thinks of a convolution."""
+    named = [("blocks.0.qkv.lora_A", torch.ones(3, 4, 64)), ("blocks.0.qkv.lora_B", torch.ones(3, 64, 4))]
+    (fault,) = pair_up(named).faults
+    assert "lora_A (3, 4, 64) and lora_B (3, 64, 4) are 3 pairs in one" in fault
+    assert "send each section of a fused layer under its own name" in fault
+
+
+def test_a_convolution_of_one_channel_is_no_stack():
+    pairing = pair_up([("x.lora_A", torch.ones(4, 1, 3)), ("x.lora_B", torch.ones(4, 4, 1))])
+    assert (pairing.faults, pairing.pairs[0].kernel) == ((), (3,))
