@@ -36,7 +36,7 @@ from sgld_lora_merge.dynamic import Branch
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.pairs import BucketPairs, Pair
-from sgld_lora_merge.plans import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob
+from sgld_lora_merge.plans import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob, Versions
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.refill import address_of, chained, may_be_refilled, outline_of, refilled
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
@@ -189,6 +189,8 @@ class MergeEngine:
             before=before,
             after={**before, update.adapter: {**kept, **placed}},
             written=(*(new.target for new in placed.values()), *gone),
+            adapter=update.adapter,
+            whole=update.whole,
             bucket=update.pairs.bucket if isinstance(update.pairs, BucketPairs) else None,
             outline=outline_of(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
@@ -311,26 +313,33 @@ class MergeEngine:
             finish()
 
     def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
-        """Make a committed plan the state, under its version. ``losses``: rounding loss by module."""
+        """Make a committed plan the state, under its version. ``losses``: rounding loss by module.
+
+        One step back is kept, and this is the step, or a further part of the last one: requests of some layers each
+        that follow one another under one version are one step.
+        """
         if not plan.modules:
             return
-        for state in self.states.values():
-            state.previous = state.previous_version = None  # one step back is kept, and this is the step
+        step = weight_version if any(not module.whole for module in plan.modules) else None
+        if step is None or all(state.open_step != step for state in self.states.values()):
+            for state in self.states.values():
+                state.previous, state.previous_versions, state.open_step = None, Versions(), None
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
             state.store.adopt(module.snapshots, module.store_reason)
             state.plans = chained(state, module)
-            state.previous, state.previous_version = module.before, state.weight_version
-            state.live, state.weight_version = module.after, weight_version
+            if state.previous is None:
+                state.previous, state.previous_versions = module.before, state.versions
+            state.live, state.versions, state.open_step = module.after, state.versions.after(module, weight_version), step
             state.rounding_loss = (losses or {}).get(module.module)
 
     def settle_rollback(self, plan: Plan, losses: Mapping[str, float]) -> None:
         """Make a committed rollback the state, under the versions of then; it cannot be rolled back itself."""
-        versions = {module.module: self.state(module.module).previous_version for module in plan.modules}
+        versions = {module.module: self.state(module.module).previous_versions for module in plan.modules}
         self.settle(plan, None, losses)
-        for name, version in versions.items():
+        for name, then in versions.items():
             state = self.states[name]
-            state.weight_version, state.previous, state.previous_version = version, None, None
+            state.versions, state.previous, state.previous_versions = then, None, Versions()
 
     def _write(self, plan: ModulePlan, *, after: bool) -> Callable[[], MergeStats]:
         view = self._modules()[plan.module]
@@ -431,7 +440,7 @@ class MergeEngine:
 
     def forget(self, module: str, weight_version: str | None = None) -> None:
         """Drop the adapter, its history and W0: the live weights are a new base."""
-        self.states[module] = ModuleState(weight_version=weight_version)
+        self.states[module] = ModuleState(versions=Versions(weight_version))
 
 
 def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +51,8 @@ class ModulePlan:
 
     Attributes:
         before, after: the module's adapters.
+        adapter: the one that an update changes; None for what is no update.
+        whole: an update of the adapter as a whole, or no update.
         written: targets whose weight, or whose branch, changes.
         snapshots: W0 of those that are merged into for the first time. store_reason: why they are where they are.
         branches_before, branches_after: of those that are dynamic.
@@ -65,6 +69,8 @@ class ModulePlan:
     before: Adapters
     after: Adapters
     written: tuple[Target, ...]
+    adapter: str | None = None
+    whole: bool = True
     snapshots: Mapping[Key, torch.Tensor] = field(default_factory=dict)
     store_reason: str | None = None
     branches_before: Mapping[Key, Branch | None] = field(default_factory=dict)
@@ -108,21 +114,79 @@ class Plan:
         return [layer for module in self.modules for layer in module.skipped]
 
 
+UNNAMED = "unnamed"  # how a mixture tells layers whose request had no weight_version
+
+
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Which requests made what is live in one module.
+
+    Attributes:
+        base: version of the weights that the module was loaded with; None where no request said one.
+        layers: adapter -> layer prefix -> version of the request that wrote it last.
+    """
+
+    base: str | None = None
+    layers: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def counts(self) -> Mapping[str | None, int]:
+        """Version -> how many layers have it, over all adapters."""
+        return Counter(version for layers in self.layers.values() for version in layers.values())
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the live layers have more than one version, so that the module has none."""
+        return len(self.counts) > 1
+
+    @property
+    def version(self) -> str | None:
+        """The one version that the module has."""
+        if not self.counts:
+            return self.base
+        return next(iter(self.counts)) if len(self.counts) == 1 else None
+
+    @property
+    def named_counts(self) -> dict[str, int]:
+        """`counts` for people and JSON, sorted; empty where no layer has a version."""
+        named = {UNNAMED if version is None else version: count for version, count in self.counts.items()}
+        return {} if named.keys() <= {UNNAMED} else dict(sorted(named.items()))
+
+    def after(self, plan: ModulePlan, version: str | None) -> Versions:
+        """Once a plan is live: the layers that it names have the version, the others keep theirs."""
+        written = dict.fromkeys(plan.layers, version) if plan.adapter is not None else {}
+        layers = {}
+        for name, adapter in plan.after.items():
+            mine, before = (written if name == plan.adapter else {}), self.layers.get(name, {})
+            there = {placed.pair.layer for placed in adapter.values()}
+            layers[name] = {layer: mine[layer] if layer in mine else before.get(layer) for layer in there}
+        return Versions(None, layers)
+
+
 @dataclass(eq=False)
 class ModuleState:
     """What is live in one module, and what was before it (the pairs, not the weights).
 
     Attributes:
+        previous: before the last step, None where there is none to take back.
+        open_step: version of the requests, each of some layers, that are the last step; the next one of this version
+            belongs to it too.
         plans: of the last whole updates, the live one last; the first of three is free memory for the next update.
     """
 
     live: Adapters = field(default_factory=dict)
     previous: Adapters | None = None
     store: BaseStore = field(default_factory=BaseStore)
-    weight_version: str | None = None
-    previous_version: str | None = None
+    versions: Versions = field(default_factory=Versions)
+    previous_versions: Versions = field(default_factory=Versions)
+    open_step: str | None = None
     rounding_loss: float | None = None
     plans: tuple[ModulePlan, ...] = ()
+
+    @property
+    def weight_version(self) -> str | None:
+        """Of all that is live; None for a mixture."""
+        return self.versions.version
 
     @property
     def pairs(self) -> list[Pair]:

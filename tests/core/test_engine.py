@@ -84,7 +84,7 @@ def engine_of(precision=Precision.FP32, **modules):
     return MergeEngine(lambda: views, precision)
 
 
-def go_live(engine, *updates, version="1"):
+def go_live(engine, *updates, version=None):
     plan = engine.plan(updates)
     stats = engine.commit(plan)
     engine.settle(plan, version)
@@ -134,7 +134,7 @@ def faults_of(engine, *updates):
 def test_a_plan_changes_nothing():
     net = model()
     engine = engine_of(transformer=net)
-    go_live(engine, ModuleUpdate("transformer", [pair("x")]))
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="1")
     before, live = weights(net), engine.state("transformer").live
 
     plan = engine.plan([ModuleUpdate("transformer", [pair("x", seed=1), pair("y")], whole=True)])
@@ -919,7 +919,7 @@ def test_settle_records_what_is_live_and_what_was_before():
     engine.settle(plan, "7", {"transformer": 0.25})
 
     state = engine.state("transformer")
-    assert (state.weight_version, state.previous_version, state.rounding_loss) == ("7", "6", 0.25)
+    assert (state.weight_version, state.previous_versions.version, state.rounding_loss) == ("7", "6", 0.25)
     assert state.previous == first
     assert torch.equal(state.pairs[0].a, pair("x", seed=1).a)
     assert state.pairs[0].scale == 0.7071
@@ -931,7 +931,86 @@ def test_the_first_update_has_the_base_before_it():
     go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="1")
 
     state = engine.state("transformer")
-    assert (state.previous, state.previous_version, state.rounding_loss) == ({}, None, None)
+    assert (state.previous, state.previous_versions.version, state.rounding_loss) == ({}, None, None)
+
+
+def layers_by_version(engine):
+    return dict(engine.state("transformer").versions.counts)
+
+
+def test_each_layer_has_the_version_of_the_request_that_wrote_it_last():
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x"), pair("y")]), version="1")
+    assert (engine.state("transformer").weight_version, layers_by_version(engine)) == ("1", {"1": 2})
+
+    go_live(engine, ModuleUpdate("transformer", [pair("y", seed=1)]), version="2")
+
+    state = engine.state("transformer")
+    assert (state.weight_version, state.versions.is_mixed) == (None, True)
+    assert state.versions.named_counts == {"1": 1, "2": 1}
+    go_live(engine, ModuleUpdate("transformer", [pair("x", seed=1)]), version="2")
+    assert (engine.state("transformer").weight_version, layers_by_version(engine)) == ("2", {"2": 2})
+
+
+def test_requests_of_one_version_are_one_step_back():
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x"), pair("y")]), version="1")
+    for layer in ("x", "y"):
+        go_live(engine, ModuleUpdate("transformer", [pair(layer, seed=1)]), version="2")
+    plan = engine.plan_rollback()
+    engine.settle_rollback(plan, {})
+    assert (engine.state("transformer").weight_version, layers_by_version(engine)) == ("1", {"1": 2})
+    assert torch.equal(engine.state("transformer").pairs[0].a, pair("x").a)
+    with pytest.raises(ConflictError, match="nothing to roll back"):
+        engine.plan_rollback()
+
+
+@pytest.mark.parametrize("between", ["reset", "another version", "whole update", "no version"])
+def test_another_step_in_between_ends_a_step(between):
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="2")
+    if between == "reset":
+        engine.settle(engine.plan_reset(), None)
+    else:
+        version = {"another version": "3", "no version": None}.get(between, "2")
+        go_live(engine, ModuleUpdate("transformer", [pair("y")], whole=between == "whole update"), version=version)
+    before = engine.state("transformer").live
+    go_live(engine, ModuleUpdate("transformer", [pair("x", seed=1)]), version="2")
+    assert engine.state("transformer").previous is before
+
+
+def test_two_requests_without_a_version_are_two_steps():
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]))
+    first = engine.state("transformer").live
+    go_live(engine, ModuleUpdate("transformer", [pair("y")]))
+    assert engine.state("transformer").previous is first
+    assert engine.state("transformer").versions.named_counts == {}
+
+
+def test_a_step_goes_over_all_modules_that_its_requests_name():
+    engine = engine_of(transformer=model(), other=model())
+    for module in ("transformer", "other", "transformer"):
+        go_live(engine, ModuleUpdate(module, [pair("x", seed=3)]), version="2")
+    plan = engine.plan_rollback()
+    assert {part.module for part in plan.modules} == {"transformer", "other"}
+
+
+def test_layers_that_a_whole_update_does_not_name_are_no_mixture():
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x"), pair("y")]), version="1")
+    go_live(engine, ModuleUpdate("transformer", [pair("x")], whole=True), version="2")
+    assert (engine.state("transformer").weight_version, layers_by_version(engine)) == ("2", {"2": 1})
+
+
+def test_two_adapters_of_different_versions_are_a_mixture():
+    engine = engine_of(transformer=model())
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="1")
+    go_live(engine, ModuleUpdate("transformer", [pair("x", seed=1)], adapter="style"))
+    assert engine.state("transformer").versions.named_counts == {"1": 1, "unnamed": 1}
+    plan = engine.plan_reset(adapter="style")
+    engine.settle(plan, None)
+    assert engine.state("transformer").weight_version == "1"
 
 
 def test_a_module_without_updates_has_an_empty_state():
@@ -1174,7 +1253,7 @@ def test_after_any_sequence_every_weight_is_w0_plus_what_is_live(steps, precisio
     view = FusedView(dtype)
     engine = engine_of(precision, transformer=view)
     base = {name: tensor.clone() for name, tensor in view.weights.items()}
-    live, version = {}, None
+    live, versions = {}, {}
     for number, (kind, layers, whole) in enumerate(steps):
         pairs = [pair(name, seed=100 * number + i, outputs=LAYERS[name]) for i, name in enumerate(layers)]
         update = ModuleUpdate("transformer", pairs, whole=whole)
@@ -1197,11 +1276,12 @@ def test_after_any_sequence_every_weight_is_w0_plus_what_is_live(steps, precisio
                 engine.settle(plan, new_version)
                 live = {} if whole else dict(live)
                 live |= {(weight, rows): (p, b_rows) for p in pairs for weight, rows, b_rows in ROWS[p.layer]}
-                version = new_version
+                versions |= dict.fromkeys(layers, new_version)
 
         assert same(view.weights, expected_weights(base, live, precision)), (number, kind)
-        assert engine.state("transformer").weight_version == version
-        assert {p.layer for p in engine.state("transformer").pairs} == {p.layer for p, _ in live.values()}
+        there = {p.layer for p, _ in live.values()}
+        assert engine.state("transformer").versions.layers.get("default", {}) == {each: versions[each] for each in there}
+        assert {p.layer for p in engine.state("transformer").pairs} == there
 
 
 # several named adapters
