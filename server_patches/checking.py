@@ -14,6 +14,7 @@ from sgld_lora_merge.pairs import layer_name
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
 from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
 
+Share = Callable[[Callable[[], Any]], list[Any]]
 Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
@@ -39,7 +40,7 @@ def verify(
     expected: Expectations,
     views: Mapping[str, ModuleView],
     rows: Callable[[str, Target], torch.Tensor],
-    hear: Callable[[Any], list[Any]],
+    share: Share,
     *,
     first: bool,
 ) -> dict[str, Any]:
@@ -48,21 +49,42 @@ def verify(
     Args:
         expected: module -> layer prefix -> ``sha256`` or ``samples``.
         rows: what a module has at a target, ``[rows, columns]``.
-        hear: a collective that gives every rank what every rank has; entered once for each layer with a checksum, which
-            bounds the memory to one layer, and once more for all samples.
+        share: a collective that runs work on every rank and gives every rank all results, or raises on every rank. It
+            is entered for the layers' places, once for each layer with a checksum, which bounds the memory to one layer,
+            and once for all samples. What a rank does in between is part of its next work: no rank fails alone.
         first: this is the rank that compares.
 
     Raises:
-        RequestError: modules and layers that are not there; on every rank alike, before anything is heard.
+        LoraMergeError: modules and layers that are not there, or any rank's failure; on every rank alike.
     """
-    layers = _resolve(expected, views, rows)
-    mismatched = []
-    for layer in layers:
-        if layer.checksum is not None:
-            pieces = [piece for rank in hear(layer.pieces_on_host()) for piece in rank]
+    layers: list[_Layer] = []
+    mismatched: list[str] = []
+    waiting: list[tuple[_Layer, list[Piece]]] = []  # a layer whose pieces have come and are not compared yet
+
+    def place() -> bool:
+        layers.extend(_resolve(expected, views, rows))
+        return True
+
+    def compare() -> None:
+        while waiting:
+            layer, pieces = waiting.pop()
             if first and sha256(assemble(layer.landing, pieces)) != layer.checksum:
                 mismatched.append(layer.name)
-    by_rank = hear([sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers])
+
+    def pieces_of(layer: _Layer) -> list[Piece]:
+        compare()
+        return layer.pieces_on_host()
+
+    def samples() -> list[dict[int, float]]:
+        compare()
+        return [sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers]
+
+    share(place)
+    for layer in layers:
+        if layer.checksum is not None:
+            pieces = [piece for rank in share(partial(pieces_of, layer)) for piece in rank]
+            waiting.append((layer, pieces))
+    by_rank = share(samples)
     for position, layer in enumerate(layers):
         values = {index: value for rank in by_rank for index, value in rank[position].items()}
         if not all(i in values and within(values[i], s[2], s[3], layer.dtype) for i, s in enumerate(layer.samples)):

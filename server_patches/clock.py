@@ -1,4 +1,4 @@
-"""Where the time of one request goes."""
+"""What is known of one request while a rank works on it: where its time goes, and what it was sent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sgld_lora_merge.fingerprint import SentUpdates
+
 
 class Clock:
-    """Milliseconds by stage, and whether the payload was opened on the way."""
+    """Milliseconds by stage.
+
+    Attributes:
+        opened: whether the payload was opened on the way.
+        sent: what this rank was sent, which the others must have been sent too; None for requests without pairs. It may
+            refer to the sender's memory.
+        digest: of that, for other replicas; set where there are some.
+    """
 
     def __init__(self) -> None:
         self.opened = False
+        self.sent: SentUpdates | None = None
+        self.digest = ""
         self._started = time.perf_counter()
         self._stages: dict[str, float] = {}
 

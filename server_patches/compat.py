@@ -52,6 +52,21 @@ def patches() -> tuple[Patch, ...]:
             "sglang lets a plugin register request handlers",
         ),
         Patch(
+            _ROOT
+            + "post_training.gpu_worker_post_training_mixin.GPUWorkerPostTrainingMixin.update_weights_from_tensor",
+            "AROUND",
+            hooks.update_in_worker,
+            "an update by the scheduler's socket or in process is neither agreed on nor all or nothing",
+            "sglang's updater lets a plugin take an update mode",
+        ),
+        Patch(
+            _ROOT + "post_training.weights_updater.WeightsUpdater.update_weights_from_tensor",
+            "AROUND",
+            hooks.refuse_own_merge,
+            "its own merge would be taken for base weights",
+            "sglang's updater lets a plugin take an update mode",
+        ),
+        Patch(
             _ROOT + "post_training.weights_updater._load_weights_into_module",
             "AROUND",
             hooks.base_weights_change,

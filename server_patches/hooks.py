@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,8 @@ def add_routes(original: Callable[..., Any], server_args: Any, *args: Any, **kwa
 
 def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     global _worker
+    from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
+
     from server_patches.requests import MergeReq
     from server_patches.worker import make_merge_worker
 
@@ -51,6 +54,7 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     except LoraMergeError as error:
         stop(str(error))
     scheduler.request_handlers[MergeReq] = _worker.handle
+    scheduler.request_handlers[UpdateWeightFromTensorReqInput] = _worker.handle_stock
     logger.info("sgld-lora-merge is in force: %s", _worker.engine.precision)
     _worker.states.compile_ahead()
 
@@ -60,6 +64,25 @@ def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, *
         return original(module, *args, **kwargs)
     with _worker.base_weights_change(module):
         return original(module, *args, **kwargs)
+
+
+def update_in_worker(original: Callable[..., tuple[bool, str]], gpu_worker: Any, req: Any) -> tuple[bool, str]:
+    """Where code in the worker's own process asks for an update."""
+    if _worker is None:
+        return original(gpu_worker, req)
+    output = _worker.handle_stock([req]).output
+    return output["success"], output["message"]
+
+
+def refuse_own_merge(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """sglang's own merge is never run: it wraps layers, and what it merges would be taken for the base."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if given.get("weight_update_mode") is None:
+        return original(*args, **kwargs)
+    return False, (
+        "sgld-lora-merge merges adapters in this engine, and sglang's own merge is not run: hand the request to "
+        "GPUWorker.update_weights_from_tensor, to the scheduler's socket or to POST /update_weights_from_tensor"
+    )
 
 
 def own_adapters_change(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,10 +155,13 @@ async def note_stamp(original: Callable[..., Awaitable[Any]], *args: Any, **kwar
 async def notice_answer(
     original: Callable[..., Awaitable[Any]], client: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
     from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
 
     from server_patches.versions import note
 
+    if type(batch) is UpdateWeightFromTensorReqInput and _routes is not None:
+        return await _routes.adopt(batch)
     result = await original(client, batch, *args, **kwargs)
     if not isinstance(batch, _CONTROL_REQ_TYPES):
         note(result)

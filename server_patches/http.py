@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sglang.multimodal_gen.runtime.entrypoints import http_server
+from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
 from server_patches import metrics
@@ -21,11 +23,10 @@ from server_patches.journal import Entry, line
 from server_patches.openapi import described, file_body, json_body
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
-from server_patches.requests import MergeReq
+from server_patches.requests import MergeReq, from_stock, to_workers
 from server_patches.settings import positive_number, refusal
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
-from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -54,6 +55,7 @@ UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
 STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
 DEFAULT_STAGING_TIMEOUT_S = 600.0
+PATIENCE_S = 0.1  # of a status for the workers' own word; an idle worker gives it in 1 to 5 ms
 
 
 class MergeRoutes:
@@ -72,6 +74,7 @@ class MergeRoutes:
         self._refusal = refusal
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Future[None] | None = None
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["lora_merge"])
@@ -101,6 +104,7 @@ class MergeRoutes:
 
     async def status(self) -> JSONResponse:
         """What is live in every module, from this process's record; it answers during a generation too."""
+        await self._look()
         return JSONResponse(self.record.status(), status_code=200 if self.record.problem is None else 503)
 
     async def reset(self, request: Request) -> JSONResponse:
@@ -129,6 +133,7 @@ class MergeRoutes:
 
     async def metrics(self) -> Response:
         """Prometheus text, from this process's record."""
+        await self._look()
         return Response(metrics.text(self.record), media_type=metrics.CONTENT_TYPE)
 
     async def model_info(self, request: Request) -> JSONResponse:
@@ -142,33 +147,63 @@ class MergeRoutes:
         """Update weights from a safetensors file in the body: a trainer on another machine, or curl."""
         return await self._whole("upload", partial(self._upload, request))
 
+    async def adopt(self, stock: UpdateWeightFromTensorReqInput) -> OutputBatch:
+        """Work on sglang's own request, from its broker or its own route, as on ours, and answer as sglang does."""
+        status, answer = await self._done(Entry("update"), partial(self._adopt, stock))
+        return OutputBatch(output=answer, error=None if status == 200 else answer["message"])
+
     async def refresh(self) -> None:
-        """Ask the workers for their state, which a request of sglang's own may have changed.
+        """Ask the workers for their state, which may have changed by another road than this process.
 
         It waits behind a running generation.
         """
         async with self._one_at_a_time:  # between the replicas' steps of an update they differ, rightly
-            try:
-                output = await self._ask(MergeReq([], operation="status"))
-                open_id = self.record.ledger.open_id
-                if open_id is not None and open_id != output["staged_update"]:
-                    self.record.ledger.abandon(open_id, "the engine went to sleep")
-                self.record.ledger.base_is_live(
-                    [name for name, module in output["snapshot"].items() if module["state"] == "base"]
-                )
-            except Exception as error:
-                logger.warning("the workers' LoRA merge state is not known: %s", error)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        try:
+            output = await self._ask(MergeReq([], operation="status"))
+            open_id = self.record.ledger.open_id
+            if open_id is not None and open_id != output["staged_update"]:
+                self.record.ledger.abandon(open_id, "the engine went to sleep")
+            self._follow_base(output)
+        except Exception as error:
+            logger.warning("the workers' LoRA merge state is not known: %s", error)
+
+    def _follow_base(self, output: dict[str, Any]) -> None:
+        """Where nothing is merged any more no update is live, whoever has seen to that."""
+        self.record.ledger.base_is_live([name for name, each in output["snapshot"].items() if not each["adapters"]])
+
+    async def _look(self) -> None:
+        """Refresh the record if the workers answer at once, which they do unless they generate or are gone."""
+        if self.record.failed is not None:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self.refresh())
+        await asyncio.wait({self._looking}, timeout=PATIENCE_S)
 
     async def _whole(self, event: str, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
         """Run to the end even if the client goes away: the record must know what became of an update."""
-        return await asyncio.shield(asyncio.ensure_future(self._written_down(Entry(event), work)))
+        status, answer = await self._done(Entry(event), work)
+        return JSONResponse(answer, status_code=status)
 
-    async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
+    async def _done(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> Answer:
+        return await asyncio.shield(asyncio.ensure_future(self._written_down(entry, work)))
+
+    async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> Answer:
         status, answer = await work(entry)
         if entry.reason is not None:
             self.record.failure(entry.reason)
         logger.info("%s", line(entry, status, answer))
-        return JSONResponse(answer, status_code=status)
+        return status, answer
+
+    async def _adopt(self, stock: UpdateWeightFromTensorReqInput, entry: Entry) -> Answer:
+        try:
+            req = from_stock(stock)
+            entry.nbytes = sum(map(len, req.serialized_named_tensors))
+            return await self._apply(req, None, entry, [])
+        except LoraMergeError as error:
+            return _refused(error, entry, payloads=0)
 
     async def _update(self, request: Request, entry: Entry) -> Answer:
         payloads = 0
@@ -179,7 +214,7 @@ class MergeRoutes:
             entry.update_id, entry.weight_version = update.update_id, update.weight_version
             payloads = len(update.serialized_named_tensors)
             check_update(update)
-            return await self._apply(_to_workers(update), _bucket_of(update, body), entry, ignored)
+            return await self._apply(to_workers(update), _bucket_of(update, body), entry, ignored)
         except LoraMergeError as error:
             return _refused(error, entry, payloads)
 
@@ -212,6 +247,8 @@ class MergeRoutes:
     async def _apply(self, req: MergeReq, bucket: Bucket | None, entry: Entry, ignored: list[str]) -> Answer:
         """Send an update, or a bucket of one, to the workers, and keep the books."""
         async with self._one_at_a_time:
+            if bucket is not None and self.record.ledger.is_live(bucket.update_id):
+                await self._refresh()  # or the answer of then would hide what has come by another road since
             if bucket is not None and (answered := self.record.ledger.admit(bucket)) is not None:
                 entry.repeated = True
                 return 200, answered
@@ -342,6 +379,8 @@ class MergeRoutes:
             raise RequestError(self._refusal)
         output = await self._replicas.ask(req)
         self.record.heard(output)
+        if output["status"] != 200:  # a full update that failed has ended what was live
+            self._follow_base(output)
         if output["failed"] is not None:
             # sglang's own way of saying so: /health and every POST answer 503 from now on
             async_scheduler_client.mark_failed(output["failed"])
@@ -408,23 +447,6 @@ def _bucket_of(update: UpdateRequest, body: bytes) -> Bucket | None:
         digest=digest(body),
         terms={name: getattr(update, name) for name in same},
         hold=update.commit is False,
-    )
-
-
-def _to_workers(update: UpdateRequest) -> MergeReq:
-    return MergeReq(
-        serialized_named_tensors=list(update.serialized_named_tensors),
-        payload_gpu_uuids=update.payload_gpu_uuids,
-        load_format=update.load_format,
-        target_modules=update.modules,
-        weight_update_mode=update.weight_update_mode,
-        lora_alpha=update.lora_alpha,
-        lora_rank=update.lora_rank,
-        update_id=update.update_id,
-        allow_partial=bool(update.allow_partial),
-        layer_scaling=update.layer_scaling,
-        weight_version=update.weight_version,
-        adapter=update.adapter or DEFAULT_ADAPTER,
     )
 
 

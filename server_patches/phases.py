@@ -12,7 +12,8 @@ from server_patches.agreement import Silence, gather
 from server_patches.clock import Clock
 from server_patches.verdicts import NotTogether, Refused, Verdict, raise_if_bad, told, verdict_of
 from sgld_lora_merge.engine import MergeEngine, Plan
-from sgld_lora_merge.errors import LoraMergeError, summarise
+from sgld_lora_merge.errors import LoraMergeError, RequestError, summarise
+from sgld_lora_merge.fingerprint import differences
 from sgld_lora_merge.kernels import MergeStats
 
 logger = logging.getLogger(__name__)
@@ -56,28 +57,50 @@ class Phases:
         Raises:
             Refused: with what was wrong on any rank.
         """
-        verdict, result = self._judge(work, clock)
+
+        def planned() -> Result:
+            value = work()
+            self._digest(clock)  # which may fail, and then is this rank's fault like any other
+            return value
+
+        verdict, result = _judge(planned)
+        verdict = replace(verdict, opened=clock.opened, digest="" if verdict.status else self._digest(clock))
         opened[self._replica.rank_in_group] = verdict.opened
         verdicts = self.agree(verdict)
         opened[:] = [each.opened for each in verdicts]
         if any(each.reason == NotTogether.reason for each in verdicts):
             raise NotTogether(told(verdicts))
         raise_if_bad(verdicts)
+        if len({each.digest for each in verdicts}) > 1:
+            self._refuse_differences(clock)
         assert result is not None
         return result
 
-    def _judge(self, work: Callable[[], Result], clock: Clock) -> tuple[Verdict, Result | None]:
-        """What this rank makes of a request, and its verdict on it."""
-        result = None
-        try:
-            result = work()
-            verdict = Verdict()
-        except LoraMergeError as error:
-            verdict = verdict_of(error)
-        except Exception as error:
-            logger.exception("the update could not be planned")
-            verdict = Verdict(500, "engine", (f"{type(error).__name__}: {error}",))
-        return replace(verdict, opened=clock.opened), result
+    def _digest(self, clock: Clock) -> str:
+        """Of what this rank was sent; nothing where no other rank has it to compare."""
+        return clock.sent.digest if clock.sent is not None and self._replica.world_size > 1 else ""
+
+    def _refuse_differences(self, clock: Clock) -> None:
+        """Find out whether the ranks were sent different updates, or the same ones in another packing.
+
+        Raises:
+            RequestError: they were; with every layer that is another one on another rank.
+        """
+        sent = clock.sent
+        faults = differences(self.share(lambda: {} if sent is None else sent.prints))
+        if faults:
+            raise RequestError(*(f"the ranks were sent different updates: {fault}" for fault in faults))
+
+    def share(self, work: Callable[[], Result]) -> list[Result]:
+        """Run read-only work on every rank, and return every rank's result on every rank.
+
+        Raises:
+            Refused: it failed on any of them; every rank raises.
+        """
+        verdict, result = _judge(work)
+        gathered = self.gather_all((verdict, result))
+        raise_if_bad([each for each, _ in gathered])
+        return [each for _, each in gathered if each is not None]
 
     def commit(self, plan: Plan, clock: Clock) -> dict[str, MergeStats]:
         """Write on every rank; on failure of any, undo on every rank and raise."""
@@ -137,3 +160,14 @@ class Phases:
         except Exception as error:  # whatever it is: this rank has not heard the others, nor they it
             told = error if isinstance(error, Silence) else f"{type(error).__name__}: {error}"
             raise NotTogether(f"{told}{context}. The ranks have lost each other: restart the engine") from error
+
+
+def _judge(work: Callable[[], Result]) -> tuple[Verdict, Result | None]:
+    """What this rank makes of a request, and its verdict on it."""
+    try:
+        return Verdict(), work()
+    except LoraMergeError as error:
+        return verdict_of(error), None
+    except Exception as error:
+        logger.exception("a rank's part of a request failed")
+        return Verdict(500, "engine", (f"{type(error).__name__}: {error}",)), None

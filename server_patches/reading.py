@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from server_patches.states import EngineStates
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.engine import ModuleUpdate
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.errors import RequestError, in_short
 from sgld_lora_merge.families import Family, route, route_layers, routes_of
+from sgld_lora_merge.fingerprint import SentUpdates, payload_fingerprint
 from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.protocol import DEFAULT_MODULE
@@ -69,17 +70,18 @@ class Reading:
                 updates.append(
                     ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
                 )
+            clock.sent = SentUpdates(updates, bits=req.upload_path is None)  # all ranks read one file of an upload
             return updates
 
-    def full_weights(self, req: MergeReq, clock: Clock) -> Any:
-        """The content of a full-weight update, as sglang's own updater takes it.
+    def full_weights(self, req: MergeReq, clock: Clock) -> Mapping[str, NamedTensors]:
+        """The tensors of a full-weight update by module, as sglang's own updater takes them.
 
         Raises:
             RequestError: the payload cannot be read.
             ConflictError: the engine is asleep.
         """
         self._states.refuse_sleep()
-        return _content(req, clock)
+        return _named_tensors(req, clock, req.target_modules or [DEFAULT_MODULE])
 
     def _open(
         self, req: MergeReq, clock: Clock
@@ -103,37 +105,67 @@ class Reading:
             named, scaling = read_adapter(req.upload_path)
             clock.opened = True
             return {module: named}, {module: scaling}
-        return named_tensors(_content(req, clock), req.load_format, modules, routed), req.layer_scaling or {}
+        return _named_tensors(req, clock, modules, routed), req.layer_scaling or {}
 
 
-def _content(req: MergeReq, clock: Clock) -> object:
-    """What this rank's payload holds, by our own unpickler: sglang's has no limits of memory, and imports by name."""
+def _named_tensors(
+    req: MergeReq, clock: Clock, modules: Sequence[str], routed: Collection[str] = ()
+) -> Mapping[str, NamedTensors]:
+    """What this rank's payload holds for each module; its bytes are those that the sender has fingerprinted.
+
+    Raises:
+        RequestError: the payload cannot be read, or its bytes are others.
+    """
+    place = _own_place(req)
+    content = _content(req.serialized_named_tensors[place], clock, len(req.serialized_named_tensors))
+    named = named_tensors(content, req.load_format, modules, routed)
+    if req.payload_fingerprint is not None:
+        sent = req.payload_fingerprint[place]
+        found = payload_fingerprint({name: each["flattened_tensor"] for name, each in content.items()})
+        if sent != found:
+            raise RequestError(
+                f"payload_fingerprint is {in_short(sent)}, the bytes that were opened have {found!r}: the sender's "
+                "memory was released or written after it was fingerprinted, or it fingerprints something else"
+            )
+    return named
+
+
+def _content(payload: str, clock: Clock, payloads: int) -> Any:
+    """What a payload holds, by our own unpickler: sglang's has no limits of memory, and imports by name.
+
+    Args:
+        payloads: of the request; where there are fewer than ranks, several ranks read one, and the first releases it.
+    """
     world = get_world_group()  # of all replicas
-    shared = len(req.serialized_named_tensors) < world.world_size
+    shared = payloads < world.world_size
     reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
     try:
-        content = decode(_own_payload(req), reader)
+        content = decode(payload, reader)
         reader.opened = True  # tensors may also have come inline, without a handle
     finally:
         clock.opened = reader.opened
     return content
 
 
-def _own_payload(req: MergeReq) -> str:
-    """The payload that this rank reads; by GPU where the request says so, else by rank."""
+def _own_place(req: MergeReq) -> int:
+    """Which payload this rank reads; by GPU where the request says so, else by rank.
+
+    Raises:
+        RequestError: there is none for it.
+    """
     payloads, uuids = req.serialized_named_tensors, req.payload_gpu_uuids
     if uuids is not None and torch.cuda.is_available():
         own = normalised_uuid(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-        for uuid, payload in zip(uuids, payloads, strict=True):
+        for place, uuid in enumerate(uuids):
             if normalised_uuid(uuid) == own:
-                return str(payload)
+                return place
         raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
     if len(payloads) == 1:
-        return str(payloads[0])
+        return 0
     world = get_world_group()
     if len(payloads) != world.world_size:
         raise RequestError(
             f"serialized_named_tensors has {len(payloads)} payloads; one is needed, or one for each of "
             f"{world.world_size} workers"
         )
-    return str(payloads[world.rank_in_group])
+    return int(world.rank_in_group)

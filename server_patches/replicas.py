@@ -22,7 +22,14 @@ Output = dict[str, Any]
 
 # they write nothing, and cannot fail by what the others make of them
 _ONE_STEP = ("status", "verify", "resolve", "abort")
-_COMPARED = ("state", "weight_version", "layers", "rank", "scale", "merge_precision")
+_DIFFERENT = {
+    "status": 400,
+    "reason": "request",
+    "success": False,
+    "message": "the replicas were sent different updates: their payloads' layers, scales, dtypes or values differ. "
+    "Nothing was changed",
+}
+_COMPARED = ("state", "weight_version", "versions", "layers", "rank", "scale", "merge_precision")
 
 
 class NoAnswer(LoraMergeError):
@@ -61,6 +68,8 @@ class Replicas:
         if self._count == 1 or req.operation in _ONE_STEP:
             return joined(await self._all(req))
         prepared = await self._all(replace(req, step="prepare"))
+        if _good(prepared) and len({output["digest"] for output in prepared}) > 1:
+            prepared = [{**output, **_DIFFERENT} for output in prepared]
         if not _good(prepared):
             return joined(prepared) | _state_of(await self._all(MergeReq([], operation="undo")))
         try:

@@ -7,18 +7,35 @@ from typing import Any
 
 from server_patches.verdicts import NotTogether
 from sgld_lora_merge.adapters import all_pairs
-from sgld_lora_merge.engine import MergeEngine
+from sgld_lora_merge.engine import MergeEngine, ModuleState
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.plans import Versions
 
 
 def outcome(error: LoraMergeError, engine: MergeEngine) -> str:
     """The error, and what the engine serves now."""
     if isinstance(error, NotTogether) or error.reason == "full_update":
         return str(error)
-    versions = {name: state.weight_version for name, state in engine.states.items() if state.live}
-    live = ", ".join(f"{name} at weight_version {version!r}" for name, version in versions.items())
+    live = ", ".join(f"{name} at {told_version(state)}" for name, state in engine.states.items() if state.live)
     return f"{error}. Nothing was changed: the engine serves {live or 'the base weights'}"
+
+
+def told_version(state: ModuleState) -> str:
+    """The version of a module in words; of a mixture, every version and how many layers have it."""
+    if not state.versions.is_mixed:
+        return f"weight_version {state.weight_version!r}"
+    return "mixed weight_versions " + ", ".join(f"{name!r} ({n})" for name, n in state.versions.named_counts.items())
+
+
+def version_label(versions: Versions) -> str | None:
+    """What a generation's answer says of a module; None for nothing.
+
+    One version as it is, a mixture as ``mixed; 1=11, 2=4``: so many layers have this one, so many that.
+    """
+    if not versions.is_mixed:
+        return versions.version
+    return "mixed; " + ", ".join(f"{name}={count}" for name, count in versions.named_counts.items())
 
 
 def snapshot(
@@ -37,6 +54,7 @@ def snapshot(
         modules[name] = {
             "state": states[name],
             "weight_version": state.weight_version,
+            "versions": state.versions.named_counts,
             **(next(iter(adapters.values())) if len(adapters) == 1 else _shape(state.pairs)),
             "adapters": adapters,
             "merge_precision": str(engine.precision),

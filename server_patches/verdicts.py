@@ -18,6 +18,7 @@ class Verdict:
         reason: the word under which the failure is counted.
         faults: one sentence each.
         opened: whether this rank has opened its payload.
+        digest: of what this rank was sent; equal where all were sent the same.
         stats: by module, after a commit.
     """
 
@@ -25,6 +26,7 @@ class Verdict:
     reason: str = ""
     faults: tuple[str, ...] = ()
     opened: bool = False
+    digest: str = ""
     stats: Mapping[str, MergeStats] = field(default_factory=dict)
 
 

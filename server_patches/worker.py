@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
+from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
 from torch import nn
@@ -25,8 +26,8 @@ from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
 from server_patches.phases import Phases
 from server_patches.reading import Reading
-from server_patches.report import held, only, outcome, snapshot
-from server_patches.requests import MergeReq
+from server_patches.report import held, only, outcome, snapshot, told_version, version_label
+from server_patches.requests import MergeReq, from_stock
 from server_patches.resolving import resolve
 from server_patches.settings import positive_number
 from server_patches.states import EngineStates
@@ -39,6 +40,7 @@ from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
 from sgld_lora_merge.families import Family, load_families, route_layers
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.protocol import UpdateAnswer
 from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_STAGED_MB = 16384.0
-_ALONE = ("status", "verify", "resolve", "abort", "undo")  # operations in which ranks do not begin with an agreement
+_ALONE = ("status", "resolve", "abort", "undo")  # operations in which ranks do not begin with an agreement
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class MergeWorker:
             }
         output |= {
             "payload_opened": opened,
+            "digest": clock.digest,
             "snapshot": self._snapshot(),
             "failed": self._failed,
             "staged_update": self._staged.update_id if self._staged is not None else None,
@@ -158,6 +161,33 @@ class MergeWorker:
             "sleeping": self.states.sleeping,
         }
         return OutputBatch(output=output, error=None if output["status"] == 200 else output["message"])
+
+    def handle_stock(self, reqs: list[UpdateWeightFromTensorReqInput]) -> OutputBatch:
+        """The scheduler's handler for sglang's own request, which comes by its socket, as by HTTP."""
+        try:
+            req = self._adopted(reqs[0])
+        except LoraMergeError as error:  # of its fields, so that every rank is here
+            output = {"success": False, "message": outcome(error, self.engine)}
+            return OutputBatch(output=output, error=output["message"])
+        answered = self.handle([req])
+        told = (*UpdateAnswer.model_fields, "success", "message")
+        answered.output = {name: answered.output[name] for name in told if name in answered.output}
+        return answered
+
+    def _adopted(self, stock: UpdateWeightFromTensorReqInput) -> MergeReq:
+        """sglang's request as one of ours.
+
+        Raises:
+            LoraMergeError: of its fields, as by HTTP; or there are replicas, which the socket reaches one by one.
+        """
+        req = from_stock(stock)
+        replicas = self.gpu_worker.server_args.dp_size
+        if replicas > 1 and not req.is_full_update:
+            raise ConflictError(
+                f"this engine has {replicas} replicas, and the scheduler's socket is that of one: POST the update to "
+                "/update_weights_from_tensor, which changes all of them or none"
+            )
+        return req
 
     def _stage(self, req: MergeReq, clock: Clock, opened: list[bool]) -> dict[str, Any]:
         """Keep a bucket of an update that is not complete, once every rank has found it good."""
@@ -211,22 +241,30 @@ class MergeWorker:
     def _live_answer(
         self, req: MergeReq, plan: Plan, stats: Mapping[str, MergeStats], timings: dict[str, float]
     ) -> dict[str, Any]:
+        states = {part.module: self.engine.state(part.module) for part in plan.modules}
         modules = {
             part.module: {
                 "layers": len(part.layers),
                 "rounding_loss": stats[part.module].rounding_loss if part.merged else None,
                 "merge_mode": part.merge_mode,
+                "kept": states[part.module].versions.layers_beside(part),
+                "versions": states[part.module].versions.named_counts,
             }
             for part in plan.modules
         }
         modes = {part.merge_mode for part in plan.modules}
         names = list(modules)
-        version = self.engine.state(names[0]).weight_version if names else None
+        version = states[names[0]].weight_version if names else None
         base = "base weights are live" if req.adapter is None else f"adapter {req.adapter!r} is taken out"
-        what = {"reset": base, "rollback": f"weight_version {version!r} is live again"}
+        again = "; ".join(dict.fromkeys(f"{told_version(state)} is live again" for state in states.values()))
+        what = {"reset": base, "rollback": again}
         message = (
             f"{what.get(req.operation, f'{plan.layers} LoRA layers are live')} in {name_some(names) or 'every module'}"
         )
+        for name, each in modules.items():
+            if each["kept"] and req.operation == "update":
+                has = told_version(states[name])
+                message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
         logger.info("%s: weight_version=%s %s", message, version, timings)
         return {
             "message": message,
@@ -235,19 +273,20 @@ class MergeWorker:
             "skipped": plan.skipped,
             "merge_mode": only(modes) if len(modes) < 2 else "mixed",
             "merge_precision": str(self.engine.precision),
-            "base_store": self.engine.state(names[0]).store.kind if names else None,
+            "base_store": states[names[0]].store.kind if names else None,
             "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
             "modules": modules,
             "timings_ms": timings,
         }
 
     def _verify(self, req: MergeReq) -> dict[str, Any]:
+        self._phases.share(self._check_alive)
         sent: Expectations = req.expected or {}
         nothing: Expectations = {module: {} for module in sent}  # a module without layers must exist all the same
         expected = {**nothing, **route_layers(sent, self._reading.routes, sent)}
         rows = self.engine.base if req.weights == "base" else self.engine.effective
-        hear, first = self._phases.gather_all, self._phases.is_first
-        return verify(expected, self.states.views(), rows, hear, first=first)
+        share, first = self._phases.share, self._phases.is_first
+        return verify(expected, self.states.views(), rows, share, first=first)
 
     # steps
 
@@ -257,16 +296,31 @@ class MergeWorker:
             self._prepared = self._before = None
         if req.step == "finish":
             work = self._take_prepared
-        result = self._phases.all_or_none(lambda: self._unless_failed(work)(req, clock), clock, opened)
+
+        def checked() -> Any:
+            self._check_alive()
+            result = work(req, clock)
+            if req.step == "prepare" and clock.sent is not None:
+                clock.digest = clock.sent.exact_digest
+            return result
+
+        try:
+            result = self._phases.all_or_none(checked, clock, opened)
+        finally:
+            clock.sent = None  # the sender's memory
         if req.step == "prepare":
             self._prepared = result, clock
         return result
 
-    def _unless_failed(self, work: Callable[[MergeReq, Clock], Any]) -> Callable[[MergeReq, Clock], Any]:
-        """The work; a rank that has failed says so in the agreement, or the others would wait for it."""
+    def _check_alive(self) -> bool:
+        """A rank that has failed says so in an agreement, or the others would wait for it.
+
+        Raises:
+            NotTogether: it has.
+        """
         if self._failed is not None:
             raise NotTogether(self._failed)
-        return work
+        return True
 
     def _take_prepared(self, _: MergeReq, __: Clock) -> Any:
         """What was prepared, if the engine is still in a state for it: other requests may have come in between."""
@@ -374,12 +428,12 @@ class MergeWorker:
         What it does to a rank's weights cannot be undone; but every rank's result is heard, so that a failure neither
         hangs nor hides.
         """
-        content = self._agreed(self._reading.full_weights, req, clock, opened)
+        named = self._agreed(self._reading.full_weights, req, clock, opened)
         if req.step == "prepare":
             return {"message": "prepared"}
         try:
             success, message = WeightsUpdater(self.gpu_worker.pipeline).update_weights_from_tensor(
-                named_tensors=content, load_format=req.load_format, target_modules=req.target_modules
+                named_tensors=dict(named), target_modules=req.target_modules
             )
             verdict = Verdict() if success else Verdict(400, "full_update", (message,))
         except Exception as error:
@@ -416,9 +470,9 @@ class MergeWorker:
         self._warnings.generated({name: view.branches.idle for name, view in views if view.branches is not None})
 
     def versions(self) -> dict[str, str]:
-        """The version of every module that has one."""
-        states = self.engine.states.items()
-        return {name: state.weight_version for name, state in states if state.weight_version is not None}
+        """What a generation's answer says of every module that has a version, or a mixture of them."""
+        labels = {name: version_label(state.versions) for name, state in self.engine.states.items()}
+        return {name: label for name, label in labels.items() if label is not None}
 
     def _state_of(self, module: str) -> str:
         if self._failed is not None:

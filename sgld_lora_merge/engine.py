@@ -330,7 +330,11 @@ class MergeEngine:
             state.plans = chained(state, module)
             if state.previous is None:
                 state.previous, state.previous_versions = module.before, state.versions
-            state.live, state.versions, state.open_step = module.after, state.versions.after(module, weight_version), step
+            state.live, state.versions, state.open_step = (
+                module.after,
+                state.versions.after(module, weight_version),
+                step,
+            )
             state.rounding_loss = (losses or {}).get(module.module)
 
     def settle_rollback(self, plan: Plan, losses: Mapping[str, float]) -> None:

@@ -152,6 +152,10 @@ class Versions:
         named = {UNNAMED if version is None else version: count for version, count in self.counts.items()}
         return {} if named.keys() <= {UNNAMED} else dict(sorted(named.items()))
 
+    def layers_beside(self, plan: ModulePlan) -> int:
+        """How many live layers a settled plan did not name, over all adapters; 0 where the plan is no update."""
+        return sum(self.counts.values()) - len(plan.layers) if plan.adapter is not None else 0
+
     def after(self, plan: ModulePlan, version: str | None) -> Versions:
         """Once a plan is live: the layers that it names have the version, the others keep theirs."""
         written = dict.fromkeys(plan.layers, version) if plan.adapter is not None else {}

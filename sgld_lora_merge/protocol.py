@@ -67,6 +67,11 @@ class UpdateRequest(BaseModel):
         None, description="Which adapter of its modules this is; null is the default one. All of them add up."
     )
 
+    payload_fingerprint: list[str] | None = Field(
+        None,
+        description="One fingerprint per payload, of its buckets' bytes; the engine compares it with those it has opened.",
+    )
+
     @property
     def modules(self) -> list[str]:
         return [DEFAULT_MODULE] if self.target_modules is None else self.target_modules
@@ -158,6 +163,10 @@ class ModuleAnswer(BaseModel):
     layers: int = Field(description="Layer prefixes, as the sender named them.")
     rounding_loss: float | None = Field(None, description="As in the answer, of this module alone.")
     merge_mode: MergeMode = Field("merge", description="As in the answer, of this module alone.")
+    kept: int = Field(0, description="Live layers that the request does not name; they keep the version they have.")
+    versions: dict[str, int] = Field(
+        {}, description="Version -> how many live layers have it; empty where no request said a version."
+    )
 
 
 class UpdateAnswer(BaseModel):
@@ -169,7 +178,7 @@ class UpdateAnswer(BaseModel):
 
     success: Literal[True] = True
     message: str = Field(description="A sentence for people.")
-    weight_version: str | None = Field(description="What the engine serves now.")
+    weight_version: str | None = Field(description="What the engine serves now; null for a mixture of versions.")
     state: Literal["live", "staged"] = Field("live", description="live: on every rank of every replica.")
     layers: int = Field(description="Layer prefixes, as the sender named them.")
     skipped: list[str] = Field([], description="Unknown layers that allow_partial left out.")
@@ -255,6 +264,14 @@ def check_update(request: UpdateRequest) -> None:
             f"payload_gpu_uuids needs one entry per payload: {len(uuids)} for "
             f"{len(request.serialized_named_tensors)} payloads"
         )
+    if request.payload_fingerprint is not None:
+        if request.load_format != FLATTENED_BUCKET:
+            faults.append(f'payload_fingerprint is of buckets: it needs load_format "{FLATTENED_BUCKET}"')
+        if len(request.payload_fingerprint) != len(request.serialized_named_tensors):
+            faults.append(
+                f"payload_fingerprint needs one entry per payload: {len(request.payload_fingerprint)} for "
+                f"{len(request.serialized_named_tensors)} payloads"
+            )
     if extra := sorted((request.layer_scaling or {}).keys() - set(request.modules)):
         faults.append(f"layer_scaling has modules that target_modules does not name: {extra}")
     if request.weight_update_mode is None:

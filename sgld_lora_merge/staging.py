@@ -102,6 +102,9 @@ class Ledger:
         """The update that has begun and is neither live nor abandoned."""
         return next((name for name, update in reversed(self.updates.items()) if update.is_open), None)
 
+    def is_live(self, update_id: str) -> bool:
+        return update_id in self.updates and self.updates[update_id].state == "live"
+
     def admit(self, bucket: Bucket) -> dict[str, Any] | None:
         """The answer that this very request got before, or None for one to be worked on.
 

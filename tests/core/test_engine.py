@@ -1280,7 +1280,9 @@ def test_after_any_sequence_every_weight_is_w0_plus_what_is_live(steps, precisio
 
         assert same(view.weights, expected_weights(base, live, precision)), (number, kind)
         there = {p.layer for p, _ in live.values()}
-        assert engine.state("transformer").versions.layers.get("default", {}) == {each: versions[each] for each in there}
+        assert engine.state("transformer").versions.layers.get("default", {}) == {
+            each: versions[each] for each in there
+        }
         assert {p.layer for p in engine.state("transformer").pairs} == there
 
 
