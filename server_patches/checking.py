@@ -50,8 +50,8 @@ def verify(
         expected: module -> layer prefix -> ``sha256`` or ``samples``.
         rows: what a module has at a target, ``[rows, columns]``.
         share: a collective that runs work on every rank and gives every rank all results, or raises on every rank. It
-            is entered for the layers' places, once for each layer with a checksum, which bounds the memory to one layer,
-            and once for all samples. What a rank does in between is part of its next work: no rank fails alone.
+            is entered for the layers' places, once for each layer with a checksum, which bounds the memory to one
+            layer, and once for all samples. What a rank does in between is part of its next work: no rank fails alone.
         first: this is the rank that compares.
 
     Raises:
