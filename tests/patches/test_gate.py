@@ -403,6 +403,17 @@ def test_a_refusal_leaves_a_line_of_json_in_the_log(make, caplog):
     assert all("wrong" not in record.message and len(record.message) < 500 for record in caplog.records)
 
 
+def test_an_engine_that_must_be_restarted_says_so_to_who_has_the_token(make, asked, monkeypatch):
+    from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
+
+    app = make("secret")
+    monkeypatch.setattr(async_scheduler_client, "failure_reason", "a rank is gone: restart the engine")
+    status, answer = call(app, "POST", "/update_weights_from_disk", JSON | KEY)
+    assert (status, json.loads(answer)["message"]) == (503, "a rank is gone: restart the engine")
+    assert call(app, "POST", "/update_weights_from_disk", JSON)[0] == 401
+    assert call(app, "GET", "/lora_merge/status", KEY)[0] == 200
+
+
 def test_a_body_that_grows_over_the_limit_is_413_where_sglang_parses_it_itself(make, asked, monkeypatch):
     monkeypatch.setenv(guard.MAX_BODY_VARIABLE, "0.001")
     unannounced = JSON | {"content-length": "0", "transfer-encoding": "chunked"}
