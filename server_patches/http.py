@@ -18,7 +18,8 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 
 from server_patches import metrics
 from server_patches.backport import give_failure
-from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
+from server_patches.endpoints import include_first
+from server_patches.guard import UPLOAD_ROUTE, Gate, Guard, limits_from_environment
 from server_patches.journal import Entry, line
 from server_patches.openapi import described, file_body, json_body
 from server_patches.record import Record, digest
@@ -388,18 +389,23 @@ class MergeRoutes:
 
 
 def install(app: FastAPI, server_args: Any) -> None:
-    """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
+    """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them.
+
+    Raises:
+        LoraMergeError: a variable has no meaning; a route of ours is answered by another endpoint; a weight route of
+            sglang's is missing or cannot be guarded.
+    """
     timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
     routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s, refusal(server_args))
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
     router = routes.router()
-    app.include_router(router)
-    # the last included router is looked at first: routes match in order
-    app.router.routes.insert(0, app.router.routes.pop())
+    include_first(app, router)
     app.openapi = partial(described, app.openapi, router, UPDATE_ROUTE)  # type: ignore[method-assign]  # as FastAPI has it
     app.add_middleware(VersionTeller)
-    app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
+    guard = Guard(limits_from_environment(), lambda: async_scheduler_client.failure_reason)
+    guard.cover(app.router)
+    app.add_middleware(Gate, router=app.router, guard=guard)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     remove_leftovers()
     inner = app.router.lifespan_context

@@ -14,7 +14,8 @@ class Entry:
     """What is known of one request beside its answer; filled in as it becomes known.
 
     Attributes:
-        event: "update", "upload", "commit", "abort", "reset", "rollback" or "verify".
+        event: "update", "upload", "commit", "abort", "reset", "rollback" or "verify"; of a request that the guard
+            refused the name of the endpoint, or "refused" where the path was refused.
         update_id: of the update that it belongs to.
         weight_version: that it would make live.
         nbytes: of its body.

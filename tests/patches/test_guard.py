@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 
-from server_patches.guard import Limits, is_guarded, limits_from_environment, refusal
+from server_patches.guard import Limits, has_control_characters, is_guarded, limits_from_environment, refusal
 from sgld_lora_merge.errors import LoraMergeError
 
 OPEN = Limits()
 JSON = {"content-type": "application/json", "content-length": "2"}
 
 
+SGLANG = "sglang.multimodal_gen.runtime.entrypoints."
+
+
+def endpoint(name):
+    """A function of this dotted name, which is all that the guard looks at."""
+    module, _, last = name.rpartition(".")
+    return types.FunctionType((lambda: None).__code__, {"__name__": module}, last)
+
+
 @pytest.mark.parametrize(
-    ("path", "guarded"),
-    [("/update_weights_from_tensor", True), ("/update_weights_from_disk", True), ("/lora_merge/status", True),
-     ("/lora_merge/upload", True), ("/lora_merge/metrics", True), ("/release_memory_occupation", True),
-     ("/v1/set_lora", True), ("/v1/unmerge_lora_weights", True),
-     ("/v1/images/generations", False), ("/health", False)],
+    ("name", "guarded"),
+    [("server_patches.http.update", True), ("server_patches.http.status", True), ("server_patches.http.metrics", True),
+     ("server_patches.routes.upload", True), ("server_patches.http.model_info", False),
+     (SGLANG + "post_training.weights_api.update_weights_from_disk", True),
+     (SGLANG + "post_training.weights_api.release_memory_occupation", True),
+     (SGLANG + "post_training.weights_api.of_a_later_version", True), (SGLANG + "post_training.later_api.any", True),
+     (SGLANG + "post_training.rollout_api.rollout_generate", False),
+     (SGLANG + "openai.common_api.set_lora", True), (SGLANG + "openai.common_api.unload_LoRA", True),
+     (SGLANG + "openai.common_api.available_models", False), (SGLANG + "openai.image_api.generations", False),
+     (SGLANG + "http_server.health", False), (SGLANG + "http_server.reload_weights", True)],
 )  # fmt: skip
-def test_weight_routes_are_guarded_and_no_others(path, guarded):
-    assert is_guarded(path) is guarded
+def test_weight_endpoints_are_guarded_and_no_others(name, guarded):
+    assert is_guarded(endpoint(name)) is guarded
+
+
+def test_what_has_no_name_is_not_guarded():
+    assert not is_guarded(None)
+    assert not is_guarded(functools.partial(endpoint("a.b")))
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "odd"),
+    [("/a\n", b"/a%0a", True), ("/a\r\n", b"/a%0d%0a", True), ("/a\t", b"/a%09", True), ("/a\0", b"/a%00", True),
+     ("/a\x7f", b"/a%7f", True), ("/a\x85", b"/a%c2%85", True), ("/a", b"/a\n", True), ("/a", b"/a\x7f", True),
+     ("/\xc0", b"/\xc3\x80", False), ("/a b", b"/a%20b", False), ("/a", None, False), ("/a%0a", b"/a%250a", False)],
+)  # fmt: skip
+def test_a_control_character_is_seen_in_either_form_of_a_path(path, raw, odd):
+    assert has_control_characters({"path": path, "raw_path": raw}) is odd
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "identity, gzip", "x" * 10_000])
+def test_a_compressed_body_is_415_and_says_that_it_is_not_read(encoding):
+    for json_only in (True, False):
+        status, message = refusal("POST", JSON | {"content-encoding": encoding}, OPEN, json_only=json_only)
+        assert status == 415
+        assert "compressed bodies are not read" in message
+        assert len(message) < 200
+    assert refusal("POST", JSON | {"content-encoding": "identity"}, OPEN) is None
+
+
+def test_a_message_shows_the_beginning_of_a_long_header():
+    status, message = refusal("POST", JSON | {"origin": "http://" + "x" * 10_000}, OPEN)
+    assert (status, len(message) < 200) == (403, True)
+    status, message = refusal("POST", JSON | {"content-type": "x" * 10_000}, OPEN)
+    assert (status, len(message) < 200) == (415, True)
 
 
 def test_without_a_token_nobody_needs_one():
@@ -30,6 +79,11 @@ def test_without_a_token_nobody_needs_one():
 @pytest.mark.parametrize("given", ["", "Bearer wrong", "secret", "bearer secret"])
 def test_a_wrong_token_is_401(given):
     assert refusal("GET", {"authorization": given}, Limits("secret"))[0] == 401
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "PUT", "GET", "ODD"])
+def test_every_method_needs_the_token(method):
+    assert refusal(method, {}, Limits("secret"))[0] == 401
 
 
 def test_the_right_token_passes():

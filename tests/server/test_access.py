@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+from contextlib import closing
+
 import pytest
 from typer.testing import CliRunner
 
@@ -43,11 +47,65 @@ def test_the_token_does_not_help_a_foreign_page(guarded, routes):
         assert answer.status_code == 403, (method, path)
 
 
+def status_of(engine, method, raw, headers):
+    """Send a path byte for byte; httpx would put it in order before."""
+    url = engine.client.base_url
+    with closing(http.client.HTTPConnection(url.host, url.port, timeout=120)) as connection:
+        connection.request(method, raw, b"{}", headers)
+        return connection.getresponse().status
+
+
+def checksum(engine):
+    answer = engine.post("/get_weights_checksum", {"module_names": ["transformer"]}, headers=TOKEN)
+    return answer.raise_for_status().json()
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    ["{0}", "{0}%0a", "{0}%0d%0a", "{0}%09", "{0}%00", "/{0}", "/.{0}", "/x/..{0}", "/%2e{0}", "%2f{1}", "/{2}", "{3}"],
+)
+def test_no_spelling_of_a_path_changes_a_byte_without_the_token(guarded, routes, spelled):
+    """`tests/patches/test_gate.py` has more of them, prefixes and mounts too."""
+    before = checksum(guarded)
+    strangers = ({}, {"origin": "https://evil.example"}, {"content-type": "text/plain"})
+    for method, path in routes:
+        raw = spelled.format(path, path[1:], path[1:].replace("/", "%2f"), path.replace("a", "%61"))
+        for headers in strangers:
+            status = status_of(guarded, method, raw, headers)
+            assert status in ((400,) if "%0" in raw else (401, 404)), (method, raw, headers)
+    assert checksum(guarded) == before
+
+
 def test_other_spellings_of_a_path_reach_no_route_without_the_token(guarded):
     for path in ("//lora_merge/status", "/lora_merge/status/", "/lora_merge/./status", "/LORA_MERGE/status",
                  "/lora_merge%2Fstatus", "/x/../lora_merge/status", "/%6cora_merge/status"):  # fmt: skip
         answer = guarded.client.get(path, follow_redirects=True)
         assert answer.status_code in (401, 404), path
+        assert status_of(guarded, "GET", path, {}) in (307, 401, 404), path
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "POST"])
+def test_another_method_tells_no_more(guarded, routes, method):
+    for _, path in routes:
+        assert guarded.client.request(method, path).status_code == 401, path
+
+
+def test_a_compressed_body_is_refused_with_a_reason(guarded):
+    for path in ("/lora_merge/upload?lora_alpha=1", "/update_weights_from_tensor"):
+        headers = TOKEN | {"content-encoding": "gzip", "content-type": "application/json"}
+        answer = guarded.client.post(path, content=b"\x1f\x8b", headers=headers)
+        assert answer.status_code == 415
+        assert "compressed bodies are not read" in answer.json()["message"]
+
+
+def test_a_refusal_leaves_a_line_in_the_log(guarded):
+    before = len(guarded.log.read_text(errors="replace"))
+    guarded.client.post("/update_weights_from_disk", json={}, headers={"origin": "https://evil.example"} | TOKEN)
+    guarded.client.post("/lora_merge/reset")
+    written = guarded.log.read_text(errors="replace")[before:].splitlines()
+    lines = [json.loads(text[text.index('{"event"') :]) for text in written if '{"event"' in text]
+    told = [(line["event"], line["status"], line["reason"]) for line in lines]
+    assert told == [("update_weights_from_disk", 403, "origin"), ("reset", 401, "token")]
 
 
 def test_with_the_token_they_answer(guarded):
