@@ -27,7 +27,7 @@ from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq, from_stock, to_workers
 from server_patches.settings import positive_number, refusal
 from server_patches.upload import received, remove_leftovers
-from server_patches.versions import VersionTeller, version_text
+from server_patches.versions import VersionTeller, label_of, version_text
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
@@ -140,7 +140,8 @@ class MergeRoutes:
     async def model_info(self, request: Request) -> JSONResponse:
         """sglang's own answer, and the version of every module that has one."""
         info = await http_server.model_info_endpoint(request)
-        versions = {name: module["weight_version"] for name, module in self.record.modules.items()}
+        modules = self.record.modules.items()
+        versions = {name: label_of(module["weight_version"], module["versions"]) for name, module in modules}
         live = {name: version for name, version in versions.items() if version is not None}
         return JSONResponse({**info, "weight_version": version_text(live) if live else None, "weight_versions": live})
 

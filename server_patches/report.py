@@ -10,7 +10,6 @@ from sgld_lora_merge.adapters import all_pairs
 from sgld_lora_merge.engine import MergeEngine, ModuleState
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.plans import Versions
 
 
 def outcome(error: LoraMergeError, engine: MergeEngine) -> str:
@@ -26,16 +25,6 @@ def told_version(state: ModuleState) -> str:
     if not state.versions.is_mixed:
         return f"weight_version {state.weight_version!r}"
     return "mixed weight_versions " + ", ".join(f"{name!r} ({n})" for name, n in state.versions.named_counts.items())
-
-
-def version_label(versions: Versions) -> str | None:
-    """What a generation's answer says of a module; None for nothing.
-
-    One version as it is, a mixture as ``mixed; 1=11, 2=4``: so many layers have this one, so many that.
-    """
-    if not versions.is_mixed:
-        return versions.version
-    return "mixed; " + ", ".join(f"{name}={count}" for name, count in versions.named_counts.items())
 
 
 def snapshot(

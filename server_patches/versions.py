@@ -48,6 +48,17 @@ def note_kept(item: Mapping[str, Any] | None) -> None:
         stamped.update(item.get(ATTRIBUTE) or {})
 
 
+def label_of(version: str | None, counts: Mapping[str, int]) -> str | None:
+    """What answers say of a module: its version, a mixture as ``mixed; 1=11, 2=4``, None for nothing.
+
+    Args:
+        counts: version -> how many live layers have it.
+    """
+    if len(counts) < 2:
+        return version
+    return "mixed; " + ", ".join(f"{name}={count}" for name, count in counts.items())
+
+
 def version_text(versions: Mapping[str, str]) -> str:
     """One version where all modules have the same, else ``module=version`` for each."""
     values = set(versions.values())

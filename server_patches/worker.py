@@ -26,12 +26,13 @@ from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
 from server_patches.phases import Phases
 from server_patches.reading import Reading
-from server_patches.report import held, only, outcome, snapshot, told_version, version_label
+from server_patches.report import held, only, outcome, snapshot, told_version
 from server_patches.requests import MergeReq, from_stock
 from server_patches.resolving import resolve
 from server_patches.settings import positive_number
 from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
+from server_patches.versions import label_of
 from server_patches.warnings import Warnings
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.base_store import StorePolicy, policy_from_environment
@@ -471,7 +472,8 @@ class MergeWorker:
 
     def versions(self) -> dict[str, str]:
         """What a generation's answer says of every module that has a version, or a mixture of them."""
-        labels = {name: version_label(state.versions) for name, state in self.engine.states.items()}
+        states = self.engine.states.items()
+        labels = {name: label_of(state.weight_version, state.versions.named_counts) for name, state in states}
         return {name: label for name, label in labels.items() if label is not None}
 
     def _state_of(self, module: str) -> str:

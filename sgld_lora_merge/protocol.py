@@ -69,7 +69,7 @@ class UpdateRequest(BaseModel):
 
     payload_fingerprint: list[str] | None = Field(
         None,
-        description="One fingerprint per payload, of its buckets' bytes; the engine compares it with what it has opened.",
+        description="One fingerprint per payload, of its buckets' bytes, to be compared with those that are opened.",
     )
 
     @property

@@ -171,6 +171,8 @@ STAGES = {
     "opened": ("reading", "decode", True),
     "pair": ("reading", "pair_up", True),
     "plan": ("engine", "plan", True),
+    "verify": ("checking", "sampled", False),
+    "compare": ("checking", "sha256", False),
     "agree": ("phases", "gather", False),
     "commit": ("engine", "begin", False),
     "written": ("engine", "begin", True),
@@ -202,10 +204,11 @@ def fault_of(name: str, stage: str, sender: list[int]) -> None:
 
 
 def fail_once(stage: str, fault: str, sender: list[int]) -> None:
-    from server_patches import hooks, phases, reading
+    from server_patches import checking, hooks, phases, reading
 
     worker = hooks._worker
     owners = {"worker.states": worker.states, "engine": worker.engine, "reading": reading, "phases": phases}
+    owners |= {"checking": checking}
     if stage == "revert":  # which nothing reaches but a failed commit
         fail_once("written", fault, sender)
     place, name, after = STAGES[stage]

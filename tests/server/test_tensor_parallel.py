@@ -119,6 +119,86 @@ def test_fault_06_garbage_for_rank_1_is_an_error_and_no_rank_changes(tp2):
     assert (live(tp2), tp2.server.image()) == (before, image)
 
 
+def one_bit(tensor):
+    changed = tensor.clone()
+    changed.view(torch.int32)[0, 0] ^= 1
+    return changed
+
+
+def lacks(adapter):
+    return {layer: pair for layer, pair in adapter.items() if not layer.endswith("to_k")}
+
+
+def other_value(adapter):
+    layer, (a, b) = next(iter(adapter.items()))
+    return adapter | {layer: (a, one_bit(b))}
+
+
+DIFFERENT = {
+    "a layer less": (lacks, "rank 0 was sent a pair for 'layers.0.attention.to_k', rank 1 was not"),
+    "one bit of one B": (other_value, "rank 1 was sent another lora_B for"),
+    "another dtype": (
+        lambda adapter: {layer: (a.float(), b.float()) for layer, (a, b) in adapter.items()},
+        "rank 1 was sent another lora_A and lora_B for",
+    ),
+    "another alpha": (
+        lambda adapter: [*lora.named(adapter), ("layers.0.attention.to_k.alpha", torch.tensor(8.0))],
+        "rank 1 was sent another scale for 'layers.0.attention.to_k' than rank 0: 2.0 instead of 1.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["live", "staged"])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_were_sent_different_updates_refuse_them(tp2, case, staged, request):
+    change, told = DIFFERENT[case]
+    adapter = tp2.adapter(seed=2)
+    tp2.update(tp2.adapter(seed=1), weight_version="good")
+    before, image = live(tp2), tp2.server.image()
+    other = change(adapter)
+    payload, buffers = pack({"transformer": lora.named(other) if isinstance(other, dict) else other})
+    body = two_payloads(tp2, adapter, second=payload)
+    if staged:
+        body |= {"update_id": request.node.name, "bucket_index": 0, "num_buckets": 2}
+    answer = tp2.send(body)
+    assert buffers
+    assert answer.status_code == 400
+    assert "the ranks were sent different updates" in answer.json()["message"]
+    assert told in answer.json()["message"]
+    assert (live(tp2), tp2.server.image()) == (before, image)
+    assert tp2.status()["modules"]["transformer"]["weight_version"] == "good"
+
+
+def test_the_same_update_in_two_packings_is_one_update(tp2):
+    """With text for a layout on one rank, and in another order on the other."""
+    adapter = tp2.adapter()
+    payload, buffers = pack({"transformer": lora.named(adapter)[::-1]}, compact=True)
+    assert tp2.send(two_payloads(tp2, adapter, second=payload)).status_code == 200
+    assert buffers
+    holds(tp2, adapter)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["verify", "compare"])
+def test_a_rank_that_raises_while_it_verifies_is_an_answer_and_the_engine_goes_on(tp2, rank, stage):
+    adapter = tp2.adapter(seed=1)
+    tp2.update(adapter)
+    merged = lora.merged(tp2.targets, adapter, 1.5, tp2.merge)
+    layers = {layer: {"sha256": lora.sha256(weight)} for layer, weight in merged.items()}
+    layers |= {layer: {"samples": [[0, 0, float(merged[layer][0, 0]), 1.0]]} for layer in list(layers)[:2]}
+    if (stage, rank) == ("compare", 1):
+        pytest.skip("the first rank compares")
+    tp2.testhook("fail", rank=rank, stage=stage)
+    started = time.monotonic()
+    answer = tp2.server.post("/lora_merge/verify", {"modules": {"transformer": layers}})
+    assert time.monotonic() - started < 20
+    assert answer.status_code == 500
+    assert f"injected at {stage}" in answer.json()["message"]
+    again = tp2.server.post("/lora_merge/verify", {"modules": {"transformer": layers}})
+    assert again.json()["success"] is True, again.text
+    assert tp2.server.client.get("/health").status_code == 200
+
+
 def test_what_is_wrong_on_every_rank_is_said_once(tp2):
     message = tp2.update(tp2.adapter(), lora_rank=5).json()["message"]
     assert message.count("'layers.0.attention.to_k' has rank 4") == 1
