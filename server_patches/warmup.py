@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import torch
 
+from sgld_lora_merge.fingerprint import fingerprint_of
 from sgld_lora_merge.kernels import compile_ahead
 from sgld_lora_merge.precision import Precision
 
@@ -29,6 +30,7 @@ def _compile(device: torch.device, precision: Precision, weights: Collection[tor
     started = time.monotonic()
     try:
         torch.cuda.set_device(device)
+        fingerprint_of(torch.zeros(1, device=device))
         for weight in weights:
             for pair in PAIR_DTYPES:
                 for rank in RANKS:

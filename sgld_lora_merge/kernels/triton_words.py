@@ -9,10 +9,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from sgld_lora_merge.kernels import words as reference
 
 BLOCK = 2048  # words of one step of a program
-PROGRAMS = 2048  # each walks over every 2048th block
+PROGRAMS = 2048  # at most; each walks over every 2048th block
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
+@triton.jit(do_not_specialize=["count", "start"])  # type: ignore[untyped-decorator]  # Triton is untyped
 def _partial_sums(  # type: ignore[no-untyped-def]
     words_ptr,
     partials_ptr,
@@ -22,12 +22,11 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
-    """``partials[p]``: the sum over the blocks p, p + PROGRAMS, ...; ``words.word_sum`` has the formula."""
+    """``partials[p]``: the sum over the blocks p, p + programs, ...; ``words.word_sum`` has the formula."""
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], dtype=tl.int64)
-    for first in range(program * BLOCK, count, PROGRAMS * BLOCK):
+    for first in range(program * BLOCK, count, tl.num_programs(0) * BLOCK):
         offsets = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = offsets < count
         x = tl.load(words_ptr + offsets, mask=inside, other=0) + (offsets + start + 1) * GAMMA
@@ -43,6 +42,6 @@ def word_sum(words: torch.Tensor, start: int = 0) -> torch.Tensor:
     programs = max(1, min(PROGRAMS, triton.cdiv(words.numel(), BLOCK)))
     partials = torch.empty(programs, dtype=torch.int64, device=words.device)
     constants = {"GAMMA": reference.GAMMA, "FIRST": reference.FIRST, "SECOND": reference.SECOND}
-    with torch.cuda.device(words.device):
-        _partial_sums[(programs,)](words, partials, words.numel(), start, **constants, BLOCK=BLOCK, PROGRAMS=programs)
+    with torch.cuda.device_of(words):
+        _partial_sums[(programs,)](words, partials, words.numel(), start, **constants, BLOCK=BLOCK)
     return partials.sum()

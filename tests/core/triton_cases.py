@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from sgld_lora_merge.kernels import MergeJob, Term, reference
+from sgld_lora_merge.kernels import MergeJob, Term, reference, triton_words, words
 from sgld_lora_merge.kernels import triton as kernel
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.targets import Span
@@ -237,3 +237,19 @@ def test_a_kernel_that_is_compiled_ahead_is_the_one_of_the_first_update(monkeypa
     kernel.merge([job := job_of(base, whole(a, b))], FP32, kernel.scratch_for([job], FP32))
     ahead, update = launched
     assert ahead == update
+
+
+# the sum of words that fingerprints are made of
+
+
+@pytest.mark.parametrize("count", [1, 7, triton_words.BLOCK, 3 * triton_words.BLOCK + 5])
+@pytest.mark.parametrize("start", [0, 2**40])
+def test_words_are_summed_as_the_definition_says(count, start):
+    data = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64)
+    assert triton_words.word_sum(data, start).item() == words.word_sum(data, start).item()
+
+
+def test_programs_that_walk_over_several_blocks(monkeypatch):
+    monkeypatch.setattr(triton_words, "PROGRAMS", 2)
+    data = torch.randint(-(2**63), 2**63 - 1, (5 * triton_words.BLOCK + 1,), dtype=torch.int64)
+    assert triton_words.word_sum(data).item() == words.word_sum(data).item()

@@ -10,13 +10,16 @@ import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches.replicas import NoAnswer, Replicas, differing, joined
 from server_patches.requests import MergeReq
 
-MODULE = {"state": "merged", "weight_version": "1", "layers": 2, "rank": 4, "scale": 1.5, "merge_precision": "fp32"}
+MODULE = {
+    "state": "merged", "weight_version": "1", "versions": {"1": 2}, "layers": 2, "rank": 4, "scale": 1.5,
+    "merge_precision": "fp32",
+}  # fmt: skip
 
 
 def output(status=200, message="ok", **fields):
     return {
         "status": status, "message": message, "payload_opened": [True], "snapshot": {"transformer": MODULE},
-        "failed": None, "staged_bytes": 0, "staged_update": None, "sleeping": False,
+        "failed": None, "staged_bytes": 0, "staged_update": None, "sleeping": False, "digest": "",
     } | fields  # fmt: skip
 
 
@@ -64,6 +67,19 @@ def test_a_replica_that_does_not_plan_keeps_the_others_from_writing():
     with pytest.raises(NoAnswer, match="silent at prepare"):
         asyncio.run(replicas.ask(MergeReq([])))
     assert steps == [(0, "prepare"), (1, "prepare")]
+
+
+def test_replicas_that_were_sent_different_updates_write_nothing():
+    steps = []
+
+    async def ask_one(replica, req):
+        steps.append((replica, req.step or req.operation))
+        return output(digest=str(replica) if req.step == "prepare" else "")
+
+    answer = asyncio.run(Replicas(ask_one, 2).ask(MergeReq([])))
+    assert (answer["status"], answer["success"], answer["failed"]) == (400, False, None)
+    assert answer["message"].startswith("the replicas were sent different updates")
+    assert steps == [(0, "prepare"), (1, "prepare"), (0, "undo"), (1, "undo")]
 
 
 def test_a_replica_that_is_silent_once_is_taken_back_with_the_others():
