@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.fingerprint
 
-267 MiB are the pairs of Z-Image's 210 target layers at rank 64 in bfloat16: 420 tensors of one bucket. One pass over the
-bucket is what an update of several ranks adds, and what a sender's fingerprint adds; the pass over each tensor by itself
-is made only where two ranks' buckets are not the same.
+267 MiB are the pairs of Z-Image's 210 target layers at rank 64 in bfloat16: 420 tensors of one bucket. One pass over
+the bucket is what an update of several ranks adds, and what a sender's fingerprint adds; the pass over each tensor by
+itself is made only where two ranks' buckets are not the same.
 """
 
 from __future__ import annotations
