@@ -9,18 +9,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server_patches.settings import positive_number
+from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 
-API_KEY_VARIABLE = "SGLD_LORA_API_KEY"
-MAX_BODY_VARIABLE = "SGLD_LORA_MAX_BODY_MB"
-DEFAULT_MAX_BODY_MB = 4096.0  # CPU tensors may travel inline; handles take kilobytes
 WEIGHT_ROUTES = (
     "/update_weights_from_tensor",
     "/update_weights_from_disk",
@@ -47,17 +43,12 @@ class Limits:
     """
 
     api_key: str | None = None
-    max_body_bytes: int = int(DEFAULT_MAX_BODY_MB * 2**20)
+    max_body_bytes: int = Settings.max_body_bytes  # CPU tensors may travel inline; handles take kilobytes
 
 
-def limits_from_environment(environ: Mapping[str, str] = os.environ) -> Limits:
-    """Read ``SGLD_LORA_API_KEY`` and ``SGLD_LORA_MAX_BODY_MB`` (MiB).
-
-    Raises:
-        LoraMergeError: the limit is not a number above 0.
-    """
-    megabytes = positive_number(MAX_BODY_VARIABLE, DEFAULT_MAX_BODY_MB, "MiB", environ)
-    return Limits(environ.get(API_KEY_VARIABLE) or None, int(megabytes * 2**20))
+def limits_from(settings: Settings) -> Limits:
+    """The limits that the settings ask for."""
+    return Limits(settings.api_key, settings.max_body_bytes)
 
 
 def is_guarded(path: str) -> bool:

@@ -16,13 +16,13 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 
 from server_patches import metrics
 from server_patches.backport import give_failure
-from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from_environment
+from server_patches.guard import UPLOAD_ROUTE, Guard, limits_from
 from server_patches.journal import Entry, line
 from server_patches.openapi import described, file_body, json_body
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq
-from server_patches.settings import positive_number, refusal
+from server_patches.settings import refusal
 from server_patches.upload import received, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
@@ -44,6 +44,7 @@ from sgld_lora_merge.protocol import (
     parse_fields,
     parse_json,
 )
+from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.staging import Bucket
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,6 @@ Answer = tuple[int, dict[str, Any]]  # HTTP status and JSON body
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
-DEFAULT_STAGING_TIMEOUT_S = 600.0
 
 
 class MergeRoutes:
@@ -350,8 +349,9 @@ class MergeRoutes:
 
 def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
-    timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
-    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s, refusal(server_args))
+    settings = settings_from()
+    replicas = Replicas(_ask_replica, server_args.dp_size)
+    routes = MergeRoutes(replicas, settings.staging_timeout_s, refusal(server_args))
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
     router = routes.router()
@@ -360,7 +360,7 @@ def install(app: FastAPI, server_args: Any) -> None:
     app.router.routes.insert(0, app.router.routes.pop())
     app.openapi = partial(described, app.openapi, router, UPDATE_ROUTE)  # type: ignore[method-assign]  # as FastAPI has it
     app.add_middleware(VersionTeller)
-    app.add_middleware(Guard, limits=limits_from_environment(), failure=lambda: async_scheduler_client.failure_reason)
+    app.add_middleware(Guard, limits=limits_from(settings), failure=lambda: async_scheduler_client.failure_reason)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
     remove_leftovers()
     inner = app.router.lifespan_context

@@ -22,9 +22,9 @@ from sgld_lora_merge.adapters import DEFAULT_ADAPTER, own_copy
 from sgld_lora_merge.engine import ModuleUpdate
 from sgld_lora_merge.errors import ConflictError, LoraMergeError
 from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.settings import MAX_STAGED_VARIABLE
 
 KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago
-MAX_STAGED_VARIABLE = "SGLD_LORA_MAX_STAGED_MB"
 COMMIT = -1  # place of a commit among the requests of an update
 
 

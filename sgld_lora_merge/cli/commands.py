@@ -239,7 +239,7 @@ def bench(
     if missing := [name for name in ("triton", "matplotlib") if importlib.util.find_spec(name) is None]:
         raise LoraMergeError(f"the benchmark needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     out.mkdir(parents=True, exist_ok=True)
-    merge = [sys.executable, "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
+    merge = [sys.executable, "-P", "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
     if code := subprocess.run(merge, stdout=sys.stderr, check=False).returncode:
         raise LoraMergeError(f"the benchmark ended with exit code {code}")
     measured = json.loads((out / "merge.json").read_text())

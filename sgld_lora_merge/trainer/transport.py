@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import httpx
 
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import settings_from
 
 Answer = dict[str, Any]
 
@@ -62,7 +62,7 @@ class HttpTransport:
     """
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
-        key = os.environ.get("SGLD_LORA_API_KEY")
+        key = settings_from().api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url
         self._client = httpx.Client(base_url=url, timeout=timeout, headers=headers)
