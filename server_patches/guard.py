@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 
 WEIGHT_ROUTES = (
@@ -31,6 +32,13 @@ WEIGHT_ROUTES = (
 )
 OWN_PREFIX = "/lora_merge/"
 UPLOAD_ROUTE = "/lora_merge/upload"  # takes whatever content type curl sends
+
+
+class BodyTooLarge(LoraMergeError):
+    """A body whose length was not announced is over the limit."""
+
+    status = 413
+    reason = "too_large"
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class _Counted:
         self._received += len(message.get("body", b""))
         if self._received > self._limits.max_body_bytes:
             self.refused = _too_large(self._received, self._limits)
-            raise ValueError(self.refused)
+            raise BodyTooLarge(self.refused)
         return message
 
 

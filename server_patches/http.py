@@ -23,7 +23,7 @@ from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq
 from server_patches.settings import refusal
-from server_patches.upload import received, remove_leftovers
+from server_patches.upload import Uploads, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
@@ -62,13 +62,17 @@ class MergeRoutes:
         replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
         refusal: why this engine takes no updates at all.
+        uploads: those that arrive.
     """
 
-    def __init__(self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None) -> None:
+    def __init__(
+        self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None, uploads: Uploads | None = None
+    ) -> None:
         self.record = Record()
         self._replicas = replicas
         self._staging_timeout_s = staging_timeout_s
         self._refusal = refusal
+        self._uploads = uploads or Uploads()
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -163,7 +167,15 @@ class MergeRoutes:
         return await asyncio.shield(asyncio.ensure_future(self._written_down(Entry(event), work)))
 
     async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
-        status, answer = await work(entry)
+        try:
+            status, answer = await work(entry)
+        except Exception as error:  # the guard's limit of a body, or a fault of ours: neither ends without its line
+            cause = _innermost(error)
+            status = getattr(cause, "status", 500)
+            entry.reason = getattr(cause, "reason", "engine")
+            self.record.failure(entry.reason)
+            logger.info("%s", line(entry, status, {"message": f"{type(cause).__name__}: {cause}"}))
+            raise
         if entry.reason is not None:
             self.record.failure(entry.reason)
         logger.info("%s", line(entry, status, answer))
@@ -187,8 +199,7 @@ class MergeRoutes:
             query, ignored = parse_fields(UploadQuery, dict(request.query_params))
             entry.update_id, entry.weight_version = query.update_id, query.weight_version
             check_upload(query)
-            async with received(request.stream()) as upload:
-                entry.nbytes = upload.nbytes
+            async with self._uploads.received(request.stream(), entry.count) as upload:
                 req = MergeReq(
                     serialized_named_tensors=[],
                     target_modules=None if query.target_module is None else [query.target_module],
@@ -351,7 +362,8 @@ def install(app: FastAPI, server_args: Any) -> None:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them."""
     settings = settings_from()
     replicas = Replicas(_ask_replica, server_args.dp_size)
-    routes = MergeRoutes(replicas, settings.staging_timeout_s, refusal(server_args))
+    uploads = Uploads(settings.max_uploads, settings.max_uploads_bytes, settings.upload_idle_s)
+    routes = MergeRoutes(replicas, settings.staging_timeout_s, refusal(server_args), uploads)
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
     router = routes.router()
@@ -451,6 +463,13 @@ def _refused(error: LoraMergeError, entry: Entry, payloads: int) -> Answer:
     if isinstance(error, NoAnswer):
         return _error(error.status, str(error))
     return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What the middleware in between has wrapped, one group around another."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> Answer:

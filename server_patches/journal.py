@@ -29,6 +29,10 @@ class Entry:
     repeated: bool = False
     reason: str | None = None
 
+    def count(self, nbytes: int) -> None:
+        """So many bytes of the body have come."""
+        self.nbytes = nbytes
+
 
 def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
     """The entry and what was answered; null is what the request or its failure has no value for."""
