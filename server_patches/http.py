@@ -27,6 +27,7 @@ from server_patches.upload import Uploads, remove_leftovers
 from server_patches.versions import VersionTeller, version_text
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.printable import printable
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
     ErrorAnswer,
@@ -160,7 +161,7 @@ class MergeRoutes:
                     [name for name, module in output["snapshot"].items() if module["state"] == "base"]
                 )
             except Exception as error:
-                logger.warning("the workers' LoRA merge state is not known: %s", error)
+                logger.warning("the workers' LoRA merge state is not known: %s", printable(str(error), 2000))
 
     async def _whole(self, event: str, work: Callable[[Entry], Awaitable[Answer]]) -> JSONResponse:
         """Run to the end even if the client goes away: the record must know what became of an update."""
@@ -262,7 +263,8 @@ class MergeRoutes:
     async def _time_out(self, update_id: str) -> None:
         async with self._one_at_a_time:
             if self.record.ledger.open_id == update_id:
-                logger.warning("update %r is abandoned: nothing came for %g s", update_id, self._staging_timeout_s)
+                told = printable(repr(update_id), 200)
+                logger.warning("update %s is abandoned: nothing came for %g s", told, self._staging_timeout_s)
                 await self._ask(MergeReq([], operation="abort", update_id=update_id))
                 self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")
 

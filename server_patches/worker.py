@@ -38,6 +38,7 @@ from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
 from sgld_lora_merge.families import Family, load_families, route_layers
 from sgld_lora_merge.kernels import MergeStats
 from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.printable import printable
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.staging import StagedPairs
 
@@ -224,7 +225,7 @@ class MergeWorker:
         message = (
             f"{what.get(req.operation, f'{plan.layers} LoRA layers are live')} in {name_some(names) or 'every module'}"
         )
-        logger.info("%s: weight_version=%s %s", message, version, timings)
+        logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
         return {
             "message": message,
             "weight_version": version,
