@@ -84,7 +84,8 @@ class MergeRoutes:
         }
         answers = {200: {"model": UpdateAnswer}, **errors}
         router.post(UPDATE_ROUTE, responses=answers, openapi_extra=json_body(UpdateRequest))(self.update)
-        router.post(UPLOAD_ROUTE, responses=answers, openapi_extra=file_body(UploadQuery))(self.upload)
+        of_upload = answers | {status: {"model": ErrorAnswer} for status in (408, 429)}
+        router.post(UPLOAD_ROUTE, responses=of_upload, openapi_extra=file_body(UploadQuery))(self.upload)
         for name, model, act in (
             ("reset", ResetRequest, self.reset),
             ("rollback", RollbackRequest, self.rollback),
