@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sized
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+Value = TypeVar("Value")
+
+
+def _at_most(limit: int) -> Callable[[Any], Any]:
+    """Refuse a longer list or object before its entries are looked at, each of which might be a fault that is kept."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, Sized) and len(value) > limit:
+            raise ValueError(f"it has {len(value)} entries, at most {limit} are read")
+        return value
+
+    return check
+
+
+Some = Annotated[Value, BeforeValidator(_at_most(1000))]
+Many = Annotated[Value, BeforeValidator(_at_most(20_000))]
 
 
 class Answered(BaseModel):
@@ -21,7 +39,7 @@ class Refusal(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     message: str = ""
-    payload_opened: list[bool] = []
+    payload_opened: Some[list[bool]] = []
 
 
 class ModuleVersion(BaseModel):
@@ -44,8 +62,8 @@ class UpdateState(BaseModel):
 class Status(Answered):
     """Of ``GET /lora_merge/status``."""
 
-    modules: dict[str, ModuleVersion]
-    updates: list[UpdateState]
+    modules: Some[dict[str, ModuleVersion]]
+    updates: Some[list[UpdateState]]
 
 
 class ChangedModule(BaseModel):
@@ -59,7 +77,7 @@ class ChangedModule(BaseModel):
 class Changed(Answered):
     """Of a change that names the modules it is live in."""
 
-    modules: dict[str, ChangedModule]
+    modules: Some[dict[str, ChangedModule]]
 
 
 class Merged(Changed):
@@ -76,8 +94,8 @@ class Place(BaseModel):
     module: str
     layer: str
     weight: str
-    sections: list[int | str]
-    shape: list[int]
+    sections: Some[list[int | str]]
+    shape: Some[list[int]]
     dtype: str
     merge_mode: str
 
@@ -93,7 +111,7 @@ class NoPlace(BaseModel):
 class Resolved(Answered):
     """Of ``POST /lora_merge/resolve``."""
 
-    modules: dict[str, dict[str, NoPlace | Place]]
+    modules: Some[dict[str, Many[dict[str, NoPlace | Place]]]]
 
 
 class Verified(Answered):
@@ -109,7 +127,7 @@ class UpdateTold(Answered):
     weight_version: str | None
     rounding_loss: float | None = None
     merge_precision: str | None = None
-    timings_ms: dict[str, float]
+    timings_ms: Some[dict[str, float]]
 
 
 class Shape(BaseModel):
@@ -126,7 +144,7 @@ class ShownModule(ModuleVersion, Shape):
     """One module of a status, as tables show it."""
 
     state: str
-    adapters: dict[str, Shape]
+    adapters: Some[dict[str, Shape]]
     merge_precision: Literal["fp32", "fp16"]
     rounding_loss: float | None
 
@@ -136,7 +154,7 @@ class ShownUpdate(UpdateState):
 
     weight_version: str | None
     num_buckets: int
-    buckets: list[int]
+    buckets: Many[list[int]]
     reason: str | None
 
 
@@ -146,14 +164,14 @@ class Totals(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     updates: int
-    failures: dict[str, int]
+    failures: Some[dict[str, int]]
 
 
 class ShownStatus(Answered):
     """A status with all that the command line shows."""
 
-    modules: dict[str, ShownModule]
-    updates: list[ShownUpdate]
+    modules: Some[dict[str, ShownModule]]
+    updates: Some[list[ShownUpdate]]
     totals: Totals
     sleeping: bool
 

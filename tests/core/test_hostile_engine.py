@@ -96,6 +96,8 @@ BROKEN_STATUS = [
     {"success": False, "payload_opened": ["x" * 100_000]},
     {"success": False, "message": "\x1b[2Jforged\nline" * 1000},
     {"success": True, "modules": {str(index): 1 for index in range(100_000)}, "updates": []},
+    {"success": True, "modules": {}, "updates": [[]] * 1_000_000},
+    {"success": False, "payload_opened": [5] * 1_000_000},
 ]
 
 
@@ -104,6 +106,12 @@ BROKEN_STATUS = [
 def test_whatever_a_status_holds_it_is_a_sync_error(engine, body, http_status):
     engine.answers(body, http_status)
     fault(lambda: HttpTransport(engine.url).ask(STATUS_ROUTE), engine.url)
+
+
+def test_an_answer_of_many_faults_is_refused_without_a_list_of_them(engine):
+    engine.answers({"success": True, "modules": {}, "updates": [[]] * 1_000_000})
+    told = fault(lambda: HttpTransport(engine.url).ask(STATUS_ROUTE), engine.url)
+    assert "updates: Value error, it has 1000000 entries, at most 1000 are read" in told
 
 
 @pytest.mark.parametrize("opened", [5, "yes", [5], {}, [True, None]])
