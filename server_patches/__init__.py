@@ -6,19 +6,27 @@ sglang finds `register` by its entry point, in the HTTP process and in every wor
 from __future__ import annotations
 
 import logging
-import os
 
 from server_patches import compat, hooks
+from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import UNTESTED_VARIABLE, settings_from
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register all hooks; stop the process where this sglang is not supported, or where a hook then does not take."""
+    """Register all hooks.
+
+    Stop the process where a variable means nothing, where this sglang is not supported, or where a hook does not take.
+    """
+    try:
+        settings = settings_from()
+    except LoraMergeError as error:
+        hooks.stop(str(error))
     if (problem := compat.check_version()) is not None:
         hooks.stop(problem)
-    if os.environ.get(compat.UNTESTED_VARIABLE) == "1":
-        logger.warning("%s=1: the version of sglang is not checked", compat.UNTESTED_VARIABLE)
+    if settings.allow_untested_sglang:
+        logger.warning("%s=1: the version of sglang is not checked", UNTESTED_VARIABLE)
 
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 

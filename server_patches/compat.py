@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from sgld_lora_merge.settings import UNTESTED_VARIABLE, settings_from
+
 SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
-UNTESTED_VARIABLE = "SGLD_LORA_ALLOW_UNTESTED_SGLANG"
 _ROOT = "sglang.multimodal_gen.runtime."
 
 
@@ -155,12 +156,16 @@ def patches() -> tuple[Patch, ...]:
 
 
 def check_version(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this sglang cannot be served, as a sentence that says what to do; None where it can."""
+    """Why this sglang cannot be served, as a sentence that says what to do; None where it can.
+
+    Raises:
+        LoraMergeError: a variable has a value that means nothing.
+    """
     try:
         found = version("sglang")
     except PackageNotFoundError:
         return "sglang is not installed: pip install 'sgld-lora-merge[engine]'"
-    if found in SUPPORTED or environ.get(UNTESTED_VARIABLE) == "1":
+    if settings_from(environ).allow_untested_sglang or found in SUPPORTED:
         return None
     return (
         f"sglang {found} is not supported, {' or '.join(SUPPORTED)} is: install one of those, or set "

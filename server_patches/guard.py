@@ -14,7 +14,6 @@ import hmac
 import ipaddress
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,14 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server_patches.compat import SUPPORTED
 from server_patches.endpoints import Endpoint, every_route, matched_endpoint, name_of, request_for
 from server_patches.journal import Entry, line
-from server_patches.settings import positive_number
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "SGLD_LORA_API_KEY"
-MAX_BODY_VARIABLE = "SGLD_LORA_MAX_BODY_MB"
-DEFAULT_MAX_BODY_MB = 4096.0  # CPU tensors may travel inline; handles take kilobytes
 SHOWN_CHARACTERS = 80  # of a header's value in a message
 # sglang's routes that change weights or tell of them. The start fails if one is missing or would not be guarded: a
 # version that names them otherwise may have weight endpoints that `is_guarded` does not know.
@@ -58,6 +54,13 @@ _ADMITTED = "sgld_lora_merge.admitted"  # key of a request's scope: the endpoint
 _REASONS = {400: "path", 401: "token", 403: "origin", 413: "size", 415: "content_type", 503: "failed"}
 
 
+class BodyTooLarge(LoraMergeError):
+    """A body whose length was not announced is over the limit."""
+
+    status = 413
+    reason = "too_large"
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the environment asks for.
@@ -68,17 +71,12 @@ class Limits:
     """
 
     api_key: str | None = None
-    max_body_bytes: int = int(DEFAULT_MAX_BODY_MB * 2**20)
+    max_body_bytes: int = Settings.max_body_bytes  # CPU tensors may travel inline; handles take kilobytes
 
 
-def limits_from_environment(environ: Mapping[str, str] = os.environ) -> Limits:
-    """Read ``SGLD_LORA_API_KEY`` and ``SGLD_LORA_MAX_BODY_MB`` (MiB).
-
-    Raises:
-        LoraMergeError: the limit is not a number above 0.
-    """
-    megabytes = positive_number(MAX_BODY_VARIABLE, DEFAULT_MAX_BODY_MB, "MiB", environ)
-    return Limits(environ.get(API_KEY_VARIABLE) or None, int(megabytes * 2**20))
+def limits_from(settings: Settings) -> Limits:
+    """The limits that the settings ask for."""
+    return Limits(settings.api_key, settings.max_body_bytes)
 
 
 def is_guarded(endpoint: Endpoint | None) -> bool:
@@ -212,7 +210,8 @@ class Guard:
         if refused is None and scope["method"] == "POST" and (failure := self.failure()) is not None:
             refused = 503, failure
         if refused is not None:
-            await _refuse(send, name, *refused)
+            _log(name, *refused)
+            await _refuse(send, *refused)
             return
         scope[_ADMITTED] = endpoint
         counted = _Counted(receive, send, self.limits)
@@ -222,7 +221,9 @@ class Guard:
             if counted.refused is None or counted.answered:
                 raise
         if counted.refused is not None and not counted.answered:
-            await _refuse(send, name, 413, counted.refused)
+            if not endpoint.__module__.startswith(_OWN_PACKAGE):  # ours write a line of the error that they met
+                _log(name, 413, counted.refused)
+            await _refuse(send, 413, counted.refused)
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,9 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": ""})
             else:
-                await _refuse(send, "refused", 400, f"the path {_cut(scope['path'])!r} has a control character")
+                message = f"the path {_cut(scope['path'])!r} has a control character"
+                _log("refused", 400, message)
+                await _refuse(send, 400, message)
         elif scope["type"] == "http" and scope["method"] != "OPTIONS" and is_guarded(endpoint := self._endpoint(scope)):
             await self._guard(endpoint, scope, receive, send, self._app)
         else:  # OPTIONS: a browser asks without a token, and sglang's CORS answers; what it lets pass meets the guard
@@ -282,7 +285,7 @@ class _Counted:
         self._received += len(message.get("body", b""))
         if self._received > self._limits.max_body_bytes:
             self.refused = _too_large(self._received, self._limits)
-            raise ValueError(self.refused)
+            raise BodyTooLarge(self.refused)
         return message
 
     async def send(self, message: Message) -> None:
@@ -292,10 +295,12 @@ class _Counted:
             await self._send(message)
 
 
-async def _refuse(send: Send, event: str, status: int, message: str) -> None:
-    answer = {"success": False, "message": message, "payload_opened": []}
-    logger.info("%s", line(Entry(event, reason=_REASONS[status]), status, answer))
-    body = json.dumps(answer).encode()
+def _log(event: str, status: int, message: str) -> None:
+    logger.info("%s", line(Entry(event, reason=_REASONS[status]), status, {"message": message}))
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"success": False, "message": message, "payload_opened": []}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -19,16 +19,17 @@ from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_clien
 from server_patches import metrics
 from server_patches.backport import give_failure
 from server_patches.endpoints import include_first
-from server_patches.guard import UPLOAD_ROUTE, Gate, Guard, limits_from_environment
+from server_patches.guard import UPLOAD_ROUTE, Gate, Guard, limits_from
 from server_patches.journal import Entry, line
 from server_patches.openapi import described, file_body, json_body
 from server_patches.record import Record, digest
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.requests import MergeReq, from_stock, to_workers
-from server_patches.settings import positive_number, refusal
-from server_patches.upload import received, remove_leftovers
+from server_patches.settings import refusal
+from server_patches.upload import Uploads, remove_leftovers
 from server_patches.versions import VersionTeller, label_of, version_text
 from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.printable import printable
 from sgld_lora_merge.protocol import (
     LORA_MERGE,
     ErrorAnswer,
@@ -46,6 +47,7 @@ from sgld_lora_merge.protocol import (
     parse_fields,
     parse_json,
 )
+from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.staging import Bucket
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,6 @@ Answer = tuple[int, dict[str, Any]]  # HTTP status and JSON body
 
 UPDATE_ROUTE = "/update_weights_from_tensor"
 STATUS_ROUTE = "/lora_merge/status"
-STAGING_TIMEOUT_VARIABLE = "SGLD_LORA_STAGING_TIMEOUT_S"
-DEFAULT_STAGING_TIMEOUT_S = 600.0
 PATIENCE_S = 0.1  # of a status for the workers' own word; an idle worker gives it in 1 to 5 ms
 
 
@@ -66,13 +66,17 @@ class MergeRoutes:
         replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
         refusal: why this engine takes no updates at all.
+        uploads: those that arrive.
     """
 
-    def __init__(self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None) -> None:
+    def __init__(
+        self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None, uploads: Uploads | None = None
+    ) -> None:
         self.record = Record()
         self._replicas = replicas
         self._staging_timeout_s = staging_timeout_s
         self._refusal = refusal
+        self._uploads = uploads or Uploads()
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Future[None] | None = None
@@ -84,7 +88,8 @@ class MergeRoutes:
         }
         answers = {200: {"model": UpdateAnswer}, **errors}
         router.post(UPDATE_ROUTE, responses=answers, openapi_extra=json_body(UpdateRequest))(self.update)
-        router.post(UPLOAD_ROUTE, responses=answers, openapi_extra=file_body(UploadQuery))(self.upload)
+        of_upload = answers | {status: {"model": ErrorAnswer} for status in (408, 429)}
+        router.post(UPLOAD_ROUTE, responses=of_upload, openapi_extra=file_body(UploadQuery))(self.upload)
         for name, model, act in (
             ("reset", ResetRequest, self.reset),
             ("rollback", RollbackRequest, self.rollback),
@@ -170,7 +175,7 @@ class MergeRoutes:
                 self.record.ledger.abandon(open_id, "the engine went to sleep")
             self._follow_base(output)
         except Exception as error:
-            logger.warning("the workers' LoRA merge state is not known: %s", error)
+            logger.warning("the workers' LoRA merge state is not known: %s", printable(str(error), 2000))
 
     def _follow_base(self, output: dict[str, Any]) -> None:
         """Where nothing is merged any more no update is live, whoever has seen to that."""
@@ -193,7 +198,15 @@ class MergeRoutes:
         return await asyncio.shield(asyncio.ensure_future(self._written_down(entry, work)))
 
     async def _written_down(self, entry: Entry, work: Callable[[Entry], Awaitable[Answer]]) -> Answer:
-        status, answer = await work(entry)
+        try:
+            status, answer = await work(entry)
+        except Exception as error:  # the guard's limit of a body, or a fault of ours: neither ends without its line
+            cause = _innermost(error)
+            status = getattr(cause, "status", 500)
+            entry.reason = getattr(cause, "reason", "engine")
+            self.record.failure(entry.reason)
+            logger.info("%s", line(entry, status, {"message": f"{type(cause).__name__}: {cause}"}))
+            raise
         if entry.reason is not None:
             self.record.failure(entry.reason)
         logger.info("%s", line(entry, status, answer))
@@ -225,8 +238,7 @@ class MergeRoutes:
             query, ignored = parse_fields(UploadQuery, dict(request.query_params))
             entry.update_id, entry.weight_version = query.update_id, query.weight_version
             check_upload(query)
-            async with received(request.stream()) as upload:
-                entry.nbytes = upload.nbytes
+            async with self._uploads.received(request.stream(), entry.count) as upload:
                 req = MergeReq(
                     serialized_named_tensors=[],
                     target_modules=None if query.target_module is None else [query.target_module],
@@ -291,7 +303,8 @@ class MergeRoutes:
     async def _time_out(self, update_id: str) -> None:
         async with self._one_at_a_time:
             if self.record.ledger.open_id == update_id:
-                logger.warning("update %r is abandoned: nothing came for %g s", update_id, self._staging_timeout_s)
+                told = printable(repr(update_id), 200)
+                logger.warning("update %s is abandoned: nothing came for %g s", told, self._staging_timeout_s)
                 await self._ask(MergeReq([], operation="abort", update_id=update_id))
                 self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")
 
@@ -396,15 +409,17 @@ def install(app: FastAPI, server_args: Any) -> None:
         LoraMergeError: a variable has no meaning; a route of ours is answered by another endpoint; a weight route of
             sglang's is missing or cannot be guarded.
     """
-    timeout_s = positive_number(STAGING_TIMEOUT_VARIABLE, DEFAULT_STAGING_TIMEOUT_S, "seconds")
-    routes = MergeRoutes(Replicas(_ask_replica, server_args.dp_size), timeout_s, refusal(server_args))
+    settings = settings_from()
+    replicas = Replicas(_ask_replica, server_args.dp_size)
+    uploads = Uploads(settings.max_uploads, settings.max_uploads_bytes, settings.upload_idle_s)
+    routes = MergeRoutes(replicas, settings.staging_timeout_s, refusal(server_args), uploads)
     app.state.sgld_lora_merge = routes
     give_failure(app, async_scheduler_client)
     router = routes.router()
     include_first(app, router)
     app.openapi = partial(described, app.openapi, router, UPDATE_ROUTE)  # type: ignore[method-assign]  # as FastAPI has it
     app.add_middleware(VersionTeller)
-    guard = Guard(limits_from_environment(), lambda: async_scheduler_client.failure_reason)
+    guard = Guard(limits_from(settings), lambda: async_scheduler_client.failure_reason)
     guard.cover(app.router)
     app.add_middleware(Gate, router=app.router, guard=guard)
     http_server.SERVER_WARMUP_BYPASS_PATHS = (*http_server.SERVER_WARMUP_BYPASS_PATHS, STATUS_ROUTE)
@@ -480,6 +495,13 @@ def _refused(error: LoraMergeError, entry: Entry, payloads: int) -> Answer:
     if isinstance(error, NoAnswer):
         return _error(error.status, str(error))
     return _error(error.status, f"{error}. Nothing was changed", [False] * payloads)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What the middleware in between has wrapped, one group around another."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _error(status: int, message: str, payload_opened: list[bool] | None = None) -> Answer:

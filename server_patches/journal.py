@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+NAME_CHARACTERS, MESSAGE_CHARACTERS = 200, 4000  # of a text in a line; what is longer is cut
 _TOLD = ("state", "layers", "rounding_loss", "timings_ms")
 
 
@@ -30,6 +31,10 @@ class Entry:
     repeated: bool = False
     reason: str | None = None
 
+    def count(self, nbytes: int) -> None:
+        """So many bytes of the body have come."""
+        self.nbytes = nbytes
+
 
 def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
     """The entry and what was answered; null is what the request or its failure has no value for."""
@@ -38,12 +43,17 @@ def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
             "event": entry.event,
             "status": status,
             "reason": entry.reason,
-            "update_id": entry.update_id,
-            "weight_version": answer.get("weight_version", entry.weight_version),
+            "update_id": _cut(entry.update_id),
+            "weight_version": _cut(answer.get("weight_version", entry.weight_version)),
             **{name: answer.get(name) for name in _TOLD},
             "modules": sorted(answer.get("modules", ())),
             "bytes": entry.nbytes,
             "repeated": entry.repeated,
-            "message": None if status == 200 else answer["message"],
+            "message": None if status == 200 else _cut(answer["message"], MESSAGE_CHARACTERS),
         }
     )
+
+
+def _cut(text: str | None, limit: int = NAME_CHARACTERS) -> str | None:
+    """A caller's text, cut; JSON escapes what would end a line or move a cursor."""
+    return text if text is None or len(text) <= limit else f"{text[: limit - 3]}..."

@@ -10,6 +10,7 @@ import logging
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from server_patches.compat import check_version, patches
+from sgld_lora_merge.errors import LoraMergeError
 
 GROUP = "sglang.multimodal_gen.plugins"
 NAME = "sgld_lora_merge"
@@ -21,7 +22,10 @@ def probe() -> dict[str, str | None]:
         found = version("sglang")
     except PackageNotFoundError:
         found = None
-    problem = check_version()
+    try:
+        problem = check_version()
+    except LoraMergeError as error:  # a variable, at which the plugin stops the start
+        return {"version": found, "sglang": None, "plugin": str(error)}
     return {"version": found, "sglang": problem, "plugin": _plugin() if problem is None else None}
 
 

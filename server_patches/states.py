@@ -25,6 +25,7 @@ from sgld_lora_merge.base_store import StorePolicy
 from sgld_lora_merge.engine import MERGEABLE_DTYPES, MergeEngine, Plan
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,9 @@ class EngineStates:
         if names and self._sglangs_own_in_force:
             for name in names:
                 version = self.engine.state(name).weight_version
-                logger.warning("%s: an adapter of sglang's own replaces weight_version %r", name, version)
+                logger.warning(
+                    "%s: an adapter of sglang's own replaces weight_version %s", name, printable(repr(version), 200)
+                )
                 self.engine.forget(name)
                 self._suspended.discard(name)
             return
@@ -239,7 +242,8 @@ class EngineStates:
                 _bring_back(self.modules()[name])
                 self.engine.resume(name)
                 self._suspended.discard(name)
-                logger.info("%s: weight_version %r is live again", name, self.engine.state(name).weight_version)
+                version = printable(repr(self.engine.state(name).weight_version), 200)
+                logger.info("%s: weight_version %s is live again", name, version)
 
 
 def _bring_back(module: nn.Module) -> None:

@@ -1,19 +1,39 @@
-"""The body of an upload, streamed into a private file that the workers of this machine can map."""
+"""The body of an upload, streamed into a private file that the workers of this machine can map.
+
+    place     at most so many uploads at once; another one waits its turn, without a file
+    receive   the body goes to the file as it comes; one that is too slow or too much is cut
+    yield     the caller has the file until its context ends
+
+The most idle place is the cheapest to take: while others wait, an upload that is silent for a twelfth of the time limit
+is cut. An honest one behind many that are open and idle is then through soon.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgld_lora_merge.errors import LoraMergeError
+from starlette.requests import ClientDisconnect
 
+from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import (
+    MAX_UPLOADS_MB_VARIABLE,
+    MAX_UPLOADS_VARIABLE,
+    UPLOAD_IDLE_VARIABLE,
+    Settings,
+)
+
+PROGRESS_NBYTES = 2**16  # that an upload must send in each time limit, so that a trickle holds no place
+_PATIENCE = 1 / 12  # of the time limit: how long an upload may be silent while others wait
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sgld_lora_upload_"
 
@@ -38,30 +58,189 @@ def folder() -> Path:
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-@asynccontextmanager
-async def received(chunks: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
-    """Write the chunks to a file as they come; the whole body is never in this process's memory.
+class UploadCut(LoraMergeError):
+    """The client did not send the whole body."""
 
-    Raises:
-        LoraMergeError: there is no room for it.
+    status = 400
+    reason = "upload"
+
+
+class UploadTooSlow(UploadCut):
+    """Too little of the body came in time."""
+
+    status = 408
+
+
+class TooManyUploads(LoraMergeError):
+    """Others have all places, or all bytes."""
+
+    status = 429
+    reason = "busy"
+
+
+class UploadTooLarge(LoraMergeError):
+    """The body alone is over the limit for all."""
+
+    status = 413
+    reason = "too_large"
+
+
+class Uploads:
+    """All uploads of this process, within their limits.
+
+    Args:
+        count: how many have a place at once.
+        max_bytes: of the bodies of all that have a place.
+        idle_s: in which each must send 64 KiB, and for which one waits for a place.
     """
-    hasher, nbytes = hashlib.sha256(), 0
-    with _private_file() as (descriptor, path):
-        async for chunk in chunks:
-            hasher.update(chunk)
-            nbytes += len(chunk)
-            _write(descriptor, chunk, nbytes)
-        yield Upload(path, nbytes, hasher.hexdigest())
+
+    def __init__(
+        self,
+        count: int = Settings.max_uploads,
+        max_bytes: int = Settings.max_uploads_bytes,
+        idle_s: float = Settings.upload_idle_s,
+    ) -> None:
+        self._count, self._max_bytes, self._idle_s = count, max_bytes, idle_s
+        self._places = asyncio.Semaphore(count)
+        self._waiting = 0
+        self._nbytes = 0  # in files
+        self._arriving: set[_Pace] = set()
+
+    @asynccontextmanager
+    async def received(
+        self, chunks: AsyncIterator[bytes], count: Callable[[int], None] = lambda _: None
+    ) -> AsyncIterator[Upload]:
+        """Write the chunks to a file as they come; the whole body is never in this process's memory.
+
+        Args:
+            count: told the bytes so far, after each chunk.
+
+        Raises:
+            TooManyUploads: no place became free in time, or the bodies of all are too much.
+            UploadTooLarge: this one alone is too much.
+            UploadTooSlow: too little of it came in time.
+            UploadCut: the client went away.
+            LoraMergeError: there is no room for it.
+        """
+        await self._take_place()
+        pace = _Pace(self._idle_s, lambda: self._waiting > 0)
+        try:
+            with _private_file() as (descriptor, path):
+                digest = await self._receive(chunks, pace, descriptor, count)
+                yield Upload(path, pace.nbytes, digest)
+        finally:
+            self._nbytes -= pace.nbytes
+            self._places.release()
+
+    async def _take_place(self) -> None:
+        """Wait for one of the places, in the order of arrival."""
+        self._waiting += 1
+        try:
+            if self._places.locked():
+                for pace in self._arriving:
+                    pace.reschedule()
+            async with asyncio.timeout(self._idle_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise TooManyUploads(
+                f"{self._count} uploads are open, which is the limit ({MAX_UPLOADS_VARIABLE}), and none ended in "
+                f"{self._idle_s:g} s: send it again later"
+            ) from error
+        finally:
+            self._waiting -= 1
+
+    async def _receive(
+        self, chunks: AsyncIterator[bytes], pace: _Pace, descriptor: int, count: Callable[[int], None]
+    ) -> str:
+        """Write a whole body to a file; its sha256."""
+        hasher = hashlib.sha256()
+        self._arriving.add(pace)
+        try:
+            async with pace.limit:
+                pace.reschedule()
+                async for chunk in chunks:
+                    self._nbytes += len(chunk)
+                    pace.came(len(chunk))
+                    count(pace.nbytes)
+                    self._check_bytes(pace.nbytes)
+                    hasher.update(chunk)
+                    _write(descriptor, chunk, pace.nbytes)
+        except TimeoutError as error:
+            raise UploadTooSlow(
+                f"the upload is cut after {pace.nbytes} bytes: {pace.why}. An upload must send "
+                f"{PROGRESS_NBYTES // 1024} KiB in {self._idle_s:g} s ({UPLOAD_IDLE_VARIABLE})"
+            ) from error
+        except ClientDisconnect as error:
+            raise UploadCut(f"the client went away after {pace.nbytes} bytes of the upload") from error
+        finally:
+            self._arriving.discard(pace)
+        return hasher.hexdigest()
+
+    def _check_bytes(self, nbytes: int) -> None:
+        if nbytes > self._max_bytes:
+            raise UploadTooLarge(
+                f"the upload has {nbytes} bytes or more, all uploads together may have {self._max_bytes} "
+                f"({MAX_UPLOADS_MB_VARIABLE})"
+            )
+        if self._nbytes > self._max_bytes:
+            raise TooManyUploads(
+                f"all open uploads together have {self._nbytes} bytes or more, the limit is {self._max_bytes} "
+                f"({MAX_UPLOADS_MB_VARIABLE}): send it again later"
+            )
+
+
+class _Pace:
+    """The moment at which one body that arrives is cut.
+
+    Attributes:
+        limit: of the code that receives it.
+        nbytes: that have come.
+        why: what was too slow.
+    """
+
+    def __init__(self, idle_s: float, others_wait: Callable[[], bool]) -> None:
+        self.limit = asyncio.timeout(None)
+        self.nbytes, self.why = 0, ""
+        self._idle_s, self._others_wait = idle_s, others_wait
+        self._clock = asyncio.get_running_loop().time
+        self._last = self._progress = self._clock()  # when a byte came, and when another 64 KiB were complete
+        self._counted = 0
+
+    def came(self, nbytes: int) -> None:
+        """More of the body is here."""
+        if not nbytes:
+            return
+        self.nbytes += nbytes
+        self._last = self._clock()
+        if self.nbytes - self._counted >= PROGRESS_NBYTES:
+            self._counted, self._progress = self.nbytes, self._last
+        self.reschedule()
+
+    def reschedule(self) -> None:
+        """Set the moment anew: a byte has come, or another upload has begun to wait for a place."""
+        if self.limit.expired():
+            return
+        slow, silent = self._progress + self._idle_s, self._last + self._idle_s * _PATIENCE
+        when, self.why = slow, f"too little came in {self._idle_s:g} s"
+        if self._others_wait() and silent < slow:
+            when, self.why = silent, f"nothing came for {self._idle_s * _PATIENCE:g} s while others wait for a place"
+        self.limit.reschedule(when)
 
 
 def remove_leftovers() -> None:
-    """Files that a crash has left: nobody holds their lock, whichever process wrote them, in whichever container."""
+    """Remove the files that a crash has left: nobody holds their lock, whichever process wrote them.
+
+    Another user may put anything there under such a name; only regular files of our own user are touched.
+    """
     for path in folder().glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or another user's
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with contextlib.suppress(OSError):  # in use, or gone
+            # a FIFO would wait for its writer without O_NONBLOCK
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
             finally:
                 os.close(descriptor)
 
@@ -74,14 +253,31 @@ def _private_file() -> Iterator[tuple[int, str]]:
         LoraMergeError: none can be made.
     """
     try:
-        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder())
+        descriptor, path = _locked_file()
     except OSError as error:
         raise LoraMergeError(f"{folder()} takes no file for the upload: {error}") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor, path
     finally:
-        os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(descriptor)
+
+
+def _locked_file() -> tuple[int, str]:
+    """Make a file and lock it. An engine that starts in between takes it for a leftover, so look whether it is there.
+
+    Once it is locked and has a name, nobody removes it: `remove_leftovers` locks before it removes.
+    """
+    while True:
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder())
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, path
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 

@@ -14,8 +14,11 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgld_lora_merge.printable import printable
+
 HEADER = "x-weight-version"
 FIELD = "weight_version"
+HEADER_CHARACTERS = 1024  # clients refuse headers of some kilobytes
 ATTRIBUTE = "sgld_weight_versions"  # on the output that a worker sends back, and in an item of a store
 
 # What the workers stamped on the outputs that the current HTTP request has waited for, by module.
@@ -66,8 +69,9 @@ def version_text(versions: Mapping[str, str]) -> str:
 
 
 def header_value(versions: Mapping[str, str]) -> str:
-    """`version_text` in printable ASCII."""
-    return "".join(c if " " <= c <= "~" else "?" for c in version_text(versions))
+    """`version_text` in printable ASCII, of a length that every client takes."""
+    text = "".join(c if " " <= c <= "~" else "?" for c in version_text(versions)[: HEADER_CHARACTERS + 1])
+    return printable(text, HEADER_CHARACTERS)
 
 
 def with_field(start: Message, body: Message, version: str) -> tuple[Message, Message]:

@@ -29,26 +29,24 @@ from server_patches.reading import Reading
 from server_patches.report import held, only, outcome, snapshot, told_version
 from server_patches.requests import MergeReq, from_stock
 from server_patches.resolving import resolve
-from server_patches.settings import positive_number
 from server_patches.states import EngineStates
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
 from server_patches.versions import label_of
 from server_patches.warnings import Warnings
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.base_store import StorePolicy, policy_from_environment
+from sgld_lora_merge.base_store import StorePolicy, policy_from
 from sgld_lora_merge.engine import ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
 from sgld_lora_merge.families import Family, load_families, route_layers
 from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.printable import printable
 from sgld_lora_merge.protocol import UpdateAnswer
-from sgld_lora_merge.staging import MAX_STAGED_VARIABLE, StagedPairs
+from sgld_lora_merge.settings import settings_from
+from sgld_lora_merge.staging import StagedPairs
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_VARIABLE = "SGLD_LORA_AGREEMENT_TIMEOUT_S"
-DEFAULT_TIMEOUT_S = 300.0
-DEFAULT_MAX_STAGED_MB = 16384.0
 _ALONE = ("status", "resolve", "abort", "undo")  # operations in which ranks do not begin with an agreement
 
 
@@ -266,7 +264,7 @@ class MergeWorker:
             if each["kept"] and req.operation == "update":
                 has = told_version(states[name])
                 message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
-        logger.info("%s: weight_version=%s %s", message, version, timings)
+        logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
         return {
             "message": message,
             "weight_version": version,
@@ -497,12 +495,13 @@ def make_merge_worker(gpu_worker: Any) -> MergeWorker:
     Raises:
         LoraMergeError: a variable has a value that means nothing.
     """
+    settings = settings_from()
     return MergeWorker(
         gpu_worker,
         get_replica_group(),
-        precision_from_environment(),
-        policy_from_environment(),
-        positive_number(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds"),
-        int(positive_number(MAX_STAGED_VARIABLE, DEFAULT_MAX_STAGED_MB, "MiB") * 2**20),
+        Precision(settings.precision),
+        policy_from(settings),
+        settings.agreement_timeout_s,
+        settings.max_staged_bytes,
         load_families(),
     )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import BASE_STORE_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
-STORE_VARIABLE = "SGLD_LORA_BASE_STORE"
-RESERVE_VARIABLE = "SGLD_LORA_BASE_RESERVE_MB"
 RESERVE_SHARE = 0.1  # of the device's memory, where no reserve is named
 
 Key = tuple[str, int]
@@ -100,7 +97,7 @@ class StorePolicy:
     def decide(self, nbytes: int, memory: Memory) -> tuple[Kind, str]:
         """Where ``nbytes`` of W0 go, and a sentence that says why."""
         if self.choice != "auto":
-            return self.choice, f"{STORE_VARIABLE}={self.choice}"
+            return self.choice, f"{BASE_STORE_VARIABLE}={self.choice}"
         reserve = int(memory.total * RESERVE_SHARE) if self.reserve_bytes is None else self.reserve_bytes
         needed = nbytes + reserve + memory.peak
         kind: Kind = "device" if memory.free >= needed else "host"
@@ -111,19 +108,9 @@ class StorePolicy:
         return kind, why
 
 
-def policy_from_environment(environ: Mapping[str, str] = os.environ) -> StorePolicy:
-    """The policy that the variables select; an unset or empty one is the default.
-
-    Raises:
-        LoraMergeError: a value means nothing; the message names the variable and the value.
-    """
-    name, reserve = environ.get(STORE_VARIABLE) or "auto", environ.get(RESERVE_VARIABLE) or None
-    choice: Choice | None = next((known for known in get_args(Choice) if known == name), None)
-    if choice is None:
-        raise LoraMergeError(f"{STORE_VARIABLE}={name!r} is not one of {', '.join(get_args(Choice))}")
-    if reserve is not None and not reserve.isdecimal():
-        raise LoraMergeError(f"{RESERVE_VARIABLE}={reserve!r} is not a number of MiB")
-    return StorePolicy(choice, None if reserve is None else int(reserve) * 2**20)
+def policy_from(settings: Settings) -> StorePolicy:
+    """The policy that the settings ask for."""
+    return StorePolicy(settings.base_store, settings.base_reserve_bytes)
 
 
 def memory_of(device: torch.device) -> Memory:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from enum import StrEnum
 
-from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.settings import PRECISION_VARIABLE, settings_from
 
-PRECISION_VARIABLE = "SGLANG_DIFFUSION_LORA_MERGE_FP32"
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -31,16 +31,7 @@ def precision_from_environment(environ: Mapping[str, str] = os.environ) -> Preci
     Raises:
         LoraMergeError: any other value; the message names the variable and the value.
     """
-    value = environ.get(PRECISION_VARIABLE, "")
-    match value:
-        case "" | "1":
-            return Precision.FP32
-        case "0":
-            return Precision.FP16
-    raise LoraMergeError(
-        f'{PRECISION_VARIABLE}={value!r} is not a precision: set "1" (fp32, the default) or "0" '
-        "(fp16: the weight's own dtype, equal to a train-side merge)"
-    )
+    return Precision(settings_from({PRECISION_VARIABLE: environ.get(PRECISION_VARIABLE, "")}).precision)
 
 
 def scale_of(alpha: float | None, rank: int) -> float:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,13 @@ from sgld_lora_merge.adapters import DEFAULT_ADAPTER, own_copy
 from sgld_lora_merge.engine import ModuleUpdate
 from sgld_lora_merge.errors import ConflictError, LoraMergeError
 from sgld_lora_merge.pairs import Pair
+from sgld_lora_merge.printable import printable
+from sgld_lora_merge.settings import MAX_STAGED_VARIABLE
 
 KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago
-MAX_STAGED_VARIABLE = "SGLD_LORA_MAX_STAGED_MB"
+KEPT_NBYTES = 16 * 2**20  # of all updates, as JSON
+KEPT_ANSWER_NBYTES = 2**14  # of one answer; a larger one is kept without most of its names
+KEPT_NAMES, KEPT_CHARACTERS = 10, 80
 COMMIT = -1  # place of a commit among the requests of an update
 
 
@@ -58,6 +63,13 @@ class NamedUpdate:
     state: str = "staging"
     reason: str = ""
     answers: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def keep(self, index: int, digest: str, answer: dict[str, Any]) -> None:
+        """Keep what one request of it was answered; of a large answer, what a repeated request needs."""
+        kept, nbytes = _to_keep(answer)
+        self.answers[index] = (digest, kept)
+        self.nbytes += nbytes + len(digest) + len(str(self.terms))
 
     @property
     def buckets(self) -> list[int]:
@@ -150,10 +162,11 @@ class Ledger:
         if (other := self.abandons(bucket)) is not None:
             self.abandon(other, f"update {bucket.update_id!r} was begun before it was complete")
         update = self.updates.setdefault(bucket.update_id, NamedUpdate(bucket.count, bucket.terms))
-        update.answers[bucket.index] = (bucket.digest, answer)
+        update.keep(bucket.index, bucket.digest, answer)
         update.state, update.hold = state, update.hold or bucket.hold
-        while len(self.updates) > KEPT_UPDATES:
-            self.updates.popitem(last=False)
+        nbytes = sum(each.nbytes for each in self.updates.values())
+        while len(self.updates) > KEPT_UPDATES or (nbytes > KEPT_NBYTES and len(self.updates) > 1):
+            nbytes -= self.updates.popitem(last=False)[1].nbytes
 
     def to_commit(self, update_id: str) -> dict[str, Any] | None:
         """The answer that the commit of this update got before, or None for a complete one that waits for it.
@@ -171,7 +184,7 @@ class Ledger:
     def committed(self, update_id: str, answer: dict[str, Any]) -> None:
         update = self.updates[update_id]
         update.state = "live"
-        update.answers[COMMIT] = ("", answer)
+        update.keep(COMMIT, "", answer)
 
     def step(
         self, modules: Collection[str], ended: str | None, update_id: str | None = None, adapter: str | None = None
@@ -224,6 +237,23 @@ class Ledger:
         if update.state == "staging":
             return f"buckets {update.buckets} of {update.count} have arrived"
         return f"it is {update.told}"
+
+
+def _to_keep(answer: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """An answer for a repeated request, and its size as JSON. Of a large one, ten of each list's names, cut short."""
+    nbytes = len(json.dumps(answer))
+    if nbytes <= KEPT_ANSWER_NBYTES:
+        return answer, nbytes
+    kept = {name: _cut(value) for name, value in answer.items()}
+    return kept, len(json.dumps(kept))
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value, KEPT_ANSWER_NBYTES // 8)
+    if isinstance(value, list):
+        return [printable(each, KEPT_CHARACTERS) if isinstance(each, str) else each for each in value[:KEPT_NAMES]]
+    return value
 
 
 class TooMuchStaged(LoraMergeError):

@@ -30,8 +30,9 @@ from sgld_lora_merge.errors import LoraMergeError, name_some
 from sgld_lora_merge.families import load_families
 from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.protocol import DEFAULT_MODULE
+from sgld_lora_merge.trainer.answers import UpdateTold
 from sgld_lora_merge.trainer.sync import DTYPES
-from sgld_lora_merge.trainer.transport import HttpTransport
+from sgld_lora_merge.trainer.transport import HttpTransport, accepted
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -183,6 +184,10 @@ def push(
         raise typer.Exit(1 if any(each.fault for each in mapped) else 0)
     expected = {}
     if base is not None and verify:
+        if not modules or {each.module for each in mapped if each.module} - modules.keys():
+            raise LoraMergeError(
+                f"the status of {engine.url} has {name_some(sorted(modules)) or 'no modules'}, the adapter has others"
+            )
         precision = Precision(next(iter(modules.values()))["merge_precision"])
         expected = pushing.expectations(update, base, mapped, precision)
         for name in expected:
@@ -191,6 +196,7 @@ def push(
                     f"{name} holds {name_some(sorted(others))} too: their sum is not verified from here"
                 )
     answer = pushing.hand_over(engine, update, mapped) if ipc else _upload(engine, update, quiet=as_json)
+    accepted(f"{engine.url} answered", answer, UpdateTold)
     if verify:
         answer["verified"] = pushing.verify(engine, expected)
     _print(as_json, answer, _show_answer)
@@ -239,7 +245,7 @@ def bench(
     if missing := [name for name in ("triton", "matplotlib") if importlib.util.find_spec(name) is None]:
         raise LoraMergeError(f"the benchmark needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     out.mkdir(parents=True, exist_ok=True)
-    merge = [sys.executable, "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
+    merge = [sys.executable, "-P", "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
     if code := subprocess.run(merge, stdout=sys.stderr, check=False).returncode:
         raise LoraMergeError(f"the benchmark ended with exit code {code}")
     measured = json.loads((out / "merge.json").read_text())

@@ -16,7 +16,8 @@ import torch
 
 from sgld_lora_merge.cli import sharing
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.precision import PRECISION_VARIABLE, Precision, precision_from_environment
+from sgld_lora_merge.precision import Precision, precision_from_environment
+from sgld_lora_merge.settings import PRECISION_VARIABLE, settings_from, variables
 from sgld_lora_merge.trainer.memory import VARIABLES, are_expandable
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,12 +42,12 @@ class Check:
 
 def examine(environ: Mapping[str, str] = os.environ) -> list[Check]:
     """All checks, in the order in which their failures are worth curing."""
-    return [*engine(), gpu(), share(), allocator(environ), shared_memory(), precision(environ)]
+    return [*engine(), gpu(), share(), allocator(environ), shared_memory(), precision(environ), settings(environ)]
 
 
 def engine() -> list[Check]:
     """sglang and the plugin, in a process of their own: applying the hooks imports the engine's whole runtime."""
-    probe = [sys.executable, "-W", "ignore", "-m", "server_patches.probe"]
+    probe = [sys.executable, "-P", "-W", "ignore", "-m", "server_patches.probe"]  # -P: nothing of the current folder
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
@@ -122,6 +123,16 @@ def precision(environ: Mapping[str, str]) -> Check:
         return Check("precision", "ok", "fp32: computed above the weight's precision, rounded once")
     meaning = f"fp16 ({PRECISION_VARIABLE}=0): every step in the weight's own dtype, as a trainer's eager merge has it"
     return Check("precision", "ok", meaning)
+
+
+def settings(environ: Mapping[str, str]) -> Check:
+    """Whether an engine or a trainer with this environment would start."""
+    try:
+        settings_from(environ)
+    except LoraMergeError as error:
+        return Check("settings", "failure", str(error), "correct or unset them: docs/operations.md has all variables")
+    names = [variable.name for variable in variables().values() if environ.get(variable.name)]
+    return Check("settings", "ok", f"all variables have their defaults but {', '.join(names) or 'none'}")
 
 
 def _driver() -> str | None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import httpx
 
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, HttpTransport, SyncError, UploadTransport
+from sgld_lora_merge.trainer.answers import ShownStatus
+from sgld_lora_merge.trainer.transport import (
+    STATUS_ROUTE,
+    Answer,
+    HttpTransport,
+    SyncError,
+    UploadTransport,
+    accepted,
+)
 
 
 def connect(url: str, *, upload: bool = False) -> HttpTransport:
@@ -24,10 +32,10 @@ def status(engine: HttpTransport) -> Answer:
     """What is live.
 
     Raises:
-        LoraMergeError: there is no engine, or one without the plugin.
+        LoraMergeError: there is no engine, one without the plugin, or one whose status lacks what is shown of it.
     """
     try:
-        return engine.ask(STATUS_ROUTE)
+        return accepted(f"{engine.url} answered", engine.ask(STATUS_ROUTE), ShownStatus)
     except SyncError as error:
         if error.answered == 404:
             raise LoraMergeError(

@@ -12,7 +12,7 @@ import torch
 from sgld_lora_merge.adapter_file import adapter_bytes
 from sgld_lora_merge.cli.adapter import named_tensors
 from sgld_lora_merge.cli.base import BaseWeights
-from sgld_lora_merge.errors import LoraMergeError, summarise
+from sgld_lora_merge.errors import LoraMergeError, name_some, summarise
 from sgld_lora_merge.pairs import Pair
 from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.precision import Precision
@@ -84,7 +84,9 @@ def mapping(engine: Transport, update: Update) -> list[Mapped]:
     """Where every pair would land; nothing is changed."""
     module = update.module or DEFAULT_MODULE
     asked = {module: [pair.layer for pair in update.pairs]}
-    places = engine.ask("/lora_merge/resolve", {"modules": asked})["modules"][module]
+    places = engine.ask("/lora_merge/resolve", {"modules": asked})["modules"].get(module, {})
+    if missing := [pair.layer for pair in update.pairs if pair.layer not in places]:
+        raise SyncError(f"the engine does not say where layers would land: {name_some(missing)}")
     found = []
     for pair in update.pairs:
         place, fault = places[pair.layer], ""
@@ -162,7 +164,9 @@ def expectations(
     expected: dict[str, dict[str, Expectation]] = {}
     for pair, place in zip(update.pairs, known, strict=True):
         weight, sides = weights[place.module].under(pair, place.name), LayerPair(pair.a, pair.b)
-        dtype = getattr(torch, place.dtype)
+        dtype = getattr(torch, place.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise LoraMergeError(f"{pair.layer!r}: the engine says the dtype {place.dtype!r}, which is none of torch's")
         merged = expected_merged(weight, sides, pair.scale, dtype, precision, seed=0)
         expected.setdefault(place.module, {})[pair.layer] = merged
     return expected

@@ -25,7 +25,7 @@ def try_it(device: torch.device) -> None:
     """
     tensor = torch.arange(1000, dtype=torch.float32, device=device)
     payload, buffers = pack({"module": [("tensor", tensor)]})
-    child = [sys.executable, "-W", "ignore", "-m", __name__]
+    child = [sys.executable, "-P", "-W", "ignore", "-m", __name__]
     try:
         done = subprocess.run(child, input=payload, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

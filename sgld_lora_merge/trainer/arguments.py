@@ -7,8 +7,8 @@ from argparse import ArgumentParser, Namespace
 
 from sgld_lora_merge.errors import LoraMergeError, summarise
 from sgld_lora_merge.families import load_families
-from sgld_lora_merge.precision import PRECISION_VARIABLE
 from sgld_lora_merge.protocol import DEFAULT_MODULE
+from sgld_lora_merge.settings import PRECISION_VARIABLE
 from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.sync import DTYPES
 from sgld_lora_merge.trainer.updaters import (

@@ -14,14 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
+from sgld_lora_merge.printable import printable
+from sgld_lora_merge.trainer.engine_client import EngineClient, Unanswered
 from sgld_lora_merge.trainer.ports import Ports
 from sgld_lora_merge.trainer.transport import SyncError
 
 PORTS = 16  # HTTP, the broker beside it, torch's rendezvous, then a scheduler for each replica
 STOP_S = 15
 PROBE_S = 0.2
+HEALTH_ROUTE = "/health"
 SHOWN_LINES, SHOWN_COLUMNS, LOOKED_AT = 15, 300, 2**16
 
 
@@ -99,10 +100,12 @@ class EngineProcess:
         if (code := self._process.poll()) is not None:
             return f"its process has ended with code {code}"
         try:
-            answer = httpx.get(self._health, timeout=self._spec.patience, trust_env=False)
-        except httpx.TransportError as error:
-            return f"it does not answer: {type(error).__name__}: {error}"
-        return None if answer.status_code == 200 else f"/health answered {answer.status_code}: {answer.text[:500]}"
+            answer = self._engine.send("GET", HEALTH_ROUTE)
+        except Unanswered as error:
+            return f"it does not answer: {error}"
+        if answer.status == 200:
+            return None
+        return f"{HEALTH_ROUTE} answered {answer.status}: {printable(answer.body[:500].decode(errors='replace'), 500)}"
 
     def last_lines(self, count: int = SHOWN_LINES) -> str:
         """The end of its log."""
@@ -129,9 +132,9 @@ class EngineProcess:
             self._ports = None
 
     @property
-    def _health(self) -> str:
+    def _engine(self) -> EngineClient:
         host = "127.0.0.1" if self._spec.host == "0.0.0.0" else self._spec.host
-        return f"http://{host}:{self.port}/health"
+        return EngineClient(f"http://{host}:{self.port}", self._spec.patience)
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         config = self.log.with_name("config.json")
@@ -162,14 +165,13 @@ class EngineProcess:
 
     def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self._spec.start_timeout
-        with httpx.Client(timeout=self._spec.patience, trust_env=False) as client:
-            while time.monotonic() < deadline:
-                if (code := process.poll()) is not None:
-                    raise SyncError(f"{self._name} ended with code {code} before it was healthy. {self._told()}")
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(self._health).status_code == 200:
-                        return
-                time.sleep(PROBE_S)
+        while time.monotonic() < deadline:
+            if (code := process.poll()) is not None:
+                raise SyncError(f"{self._name} ended with code {code} before it was healthy. {self._told()}")
+            with contextlib.suppress(Unanswered):
+                if self._engine.send("GET", HEALTH_ROUTE).status == 200:
+                    return
+            time.sleep(PROBE_S)
         raise SyncError(f"{self._name} was not healthy after {self._spec.start_timeout:g} s. {self._told()}")
 
     def _told(self) -> str:

@@ -10,12 +10,13 @@ from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.trainer.answers import Merged
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
 from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.model import TrainedAdapter, read_adapter, scales_of_their_own
 from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.sync import DTYPES, Update, WeightSync
-from sgld_lora_merge.trainer.transport import Answer, SyncError
+from sgld_lora_merge.trainer.transport import Answer, SyncError, accepted
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,11 @@ class LoRASync(WeightSync[TrainedAdapter]):
 
     def _check(self, update: Update[TrainedAdapter], answer: Answer) -> None:
         """Ask the engines whether their weights are what they must be."""
-        live = {name for name, each in answer["modules"].items() if each["merge_mode"] == "merge"}
+        merged_as = accepted("an engine answered the update", answer, Merged)
+        live = {name for name, each in merged_as["modules"].items() if each["merge_mode"] == "merge"}
         if unmerged := sorted(update.modules.keys() - live):
             logger.warning("the engine adds %s at run time: only base weights are verified there", unmerged)
-        precision, dtype = Precision(answer["merge_precision"]), DTYPES[self.args.diffusion_forward_dtype]
+        precision, dtype = Precision(merged_as["merge_precision"]), DTYPES[self.args.diffusion_forward_dtype]
         merged: dict[str, dict[str, Expectation]] = {}
         base: dict[str, dict[str, Expectation]] = {}
         for module, adapter in update.modules.items():

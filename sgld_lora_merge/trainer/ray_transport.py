@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from sgld_lora_merge.trainer.transport import Answer, SyncError
+from sgld_lora_merge.trainer.answers import FORMS, Answered
+from sgld_lora_merge.trainer.transport import Answer, SyncError, accepted
 
 
 class RayTransport:
@@ -26,20 +27,14 @@ class RayTransport:
 
     def update(self, fields: Mapping[str, Any], file: bytes | None = None) -> Answer:
         if file is None:
-            return self._answer(lambda: self._actor.update_weights_from_tensor.remote(**fields))
-        return self._answer(lambda: self._actor.upload.remote(file, **fields))
+            return self._answer(lambda: self._actor.update_weights_from_tensor.remote(**fields), Answered)
+        return self._answer(lambda: self._actor.upload.remote(file, **fields), Answered)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        return self._answer(lambda: self._actor.ask.remote(route, fields))
+        return self._answer(lambda: self._actor.ask.remote(route, fields), FORMS.get(route, Answered))
 
-    def _answer(self, call: Callable[[], Any]) -> Answer:
-        answer = result(call, self._timeout)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            said = answer if isinstance(answer, dict) else {}
-            raise SyncError(
-                f"{self._actor} answered: {said.get('message') or answer}", said.get("payload_opened") or ()
-            )
-        return answer
+    def _answer(self, call: Callable[[], Any], form: type[Answered]) -> Answer:
+        return accepted(f"{self._actor} answered", result(call, self._timeout), form)
 
 
 def result(call: Callable[[], Any], timeout: float | None) -> Any:

@@ -6,7 +6,6 @@ Every rank runs it. What fails on one rank fails on all, and a sync that did not
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from argparse import Namespace
@@ -21,6 +20,7 @@ from torch import nn
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.expected import Expectation
 from sgld_lora_merge.trainer.gather import Gather
@@ -29,7 +29,6 @@ from sgld_lora_merge.trainer.progress import progress
 from sgld_lora_merge.trainer.ranks import Ranks
 from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError, Transport
 
-VERIFY_VARIABLE = "SGLD_LORA_VERIFY"
 LOGGED_VERSIONS = 2
 VERIFY_ROUTE = "/lora_merge/verify"
 STOCK = (
@@ -125,7 +124,7 @@ class WeightSync(Generic[Content]):
         self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
         self._transports = list(transports) if isinstance(transports, Sequence) else [transports]
         self._mapper = PeftLoRAKeyMapper(adapter)
-        self.verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
+        self.verify = settings_from().verify if verify is None else verify
         self._gather = gather
         self._ranks = self._make_ranks(gpus_per_engine)
         self._stock: bool | None = None  # whether an engine has no plugin; None until one was asked

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+import reprlib
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import httpx
-
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.printable import printable
+from sgld_lora_merge.settings import settings_from
+from sgld_lora_merge.trainer.answers import FORMS, Answered, Refusal
+from sgld_lora_merge.trainer.engine_client import EngineClient, Reply, Unanswered, fits
 
 Answer = dict[str, Any]
 
@@ -19,9 +20,12 @@ UPDATE_ROUTE = "/update_weights_from_tensor"
 UPLOAD_ROUTE = "/lora_merge/upload"
 STATUS_ROUTE = "/lora_merge/status"
 TRIES = 4
-PIECE_NBYTES = 2**20  # of an upload
+SHOWN_CHARACTERS = 2000  # of an engine's message
 PAUSE_S = 0.5  # before the second try; twice as long before each one after it
 _ACCEPTED = ("staging", "staged", "live")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 200
+_JSON = {"content-type": "application/json"}
 
 
 class SyncError(LoraMergeError):
@@ -59,41 +63,46 @@ class HttpTransport:
     Args:
         url: of the engine, ``http://127.0.0.1:30000``.
         timeout: seconds for one answer.
+
+    Raises:
+        httpx.InvalidURL: it is no URL.
+        LoraMergeError: a variable of the environment has a value that means nothing.
     """
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
-        key = os.environ.get("SGLD_LORA_API_KEY")
+        key = settings_from().api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url
-        self._client = httpx.Client(base_url=url, timeout=timeout, headers=headers)
-        weakref.finalize(self, self._client.close)
+        self._client = EngineClient(url, timeout, headers)
 
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         body = json.dumps(fields).encode()
-        headers = {"content-type": "application/json"}
         return self._settled(
-            lambda: self._client.post(UPDATE_ROUTE, content=body, headers=headers), fields.get("update_id")
+            lambda: self._client.send("POST", UPDATE_ROUTE, body, headers=_JSON), fields.get("update_id"), Answered
         )
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
+        form = FORMS.get(route, Answered)
         if fields is None:
-            return self._settled(lambda: self._client.get(route), None)
-        body = dict(fields)
-        return self._settled(lambda: self._client.post(route, json=body), body.get("update_id"))
+            return self._settled(lambda: self._client.send("GET", route), None, form)
+        body = json.dumps(dict(fields)).encode()
+        return self._settled(
+            lambda: self._client.send("POST", route, body, headers=_JSON), fields.get("update_id"), form
+        )
 
-    def _settled(self, send: Callable[[], httpx.Response], update_id: str | None) -> Answer:
+    def _settled(self, send: Callable[[], Reply], update_id: str | None, form: type[Answered]) -> Answer:
         """Send until there is an answer."""
         pause = PAUSE_S
         for attempt in range(1, TRIES + 1):
             try:
-                return self._checked(send())
-            except httpx.TransportError as error:
+                return checked(send(), form)
+            except Unanswered as error:
                 if update_id is None:
-                    raise SyncError(f"{self.url} did not answer: {_told(error)}") from error
+                    raise SyncError(f"{self.url} did not answer: {error}") from error
                 known = self._state(update_id)
                 if attempt == TRIES or known not in (None, *_ACCEPTED):
                     raise SyncError(
-                        f"{self.url} did not answer: {_told(error)}. What became of the update is not known; its "
+                        f"{self.url} did not answer: {error}. What became of the update is not known; its "
                         f"status is {known!r}; see {STATUS_ROUTE}"
                     ) from error
                 if known is None:
@@ -109,18 +118,6 @@ class HttpTransport:
             return None
         return next((str(each["state"]) for each in updates if each["update_id"] == update_id), None)
 
-    def _checked(self, answer: httpx.Response) -> Answer:
-        try:
-            content = answer.json()
-        except ValueError:
-            content = {}
-        if answer.status_code != 200 or not isinstance(content, dict) or content.get("success") is not True:
-            said = content if isinstance(content, dict) else {}
-            told = said.get("message") or answer.text[:500] or "nothing"
-            opened, url = said.get("payload_opened", ()), answer.url.copy_with(query=None)
-            raise SyncError(f"{url} answered {answer.status_code}: {told}", opened, answer.status_code)
-        return content
-
 
 class UploadTransport(HttpTransport):
     """Updates as a safetensors file in the body: the engine may be anywhere."""
@@ -128,18 +125,47 @@ class UploadTransport(HttpTransport):
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         query = {name: value for name, value in fields.items() if value is not None}
 
-        def send() -> httpx.Response:
-            # after each piece that the socket took, httpx copies all that is left of what it was given
-            content = _pieces(file) if isinstance(file, bytes) else file
-            headers = {"content-length": str(len(file))} if isinstance(file, bytes) else {}
-            return self._client.post(UPLOAD_ROUTE, params=query, content=content, headers=headers)
+        def send() -> Reply:
+            return self._client.send("POST", UPLOAD_ROUTE, b"" if file is None else file, query=query)
 
-        return self._settled(send, fields.get("update_id"))
+        return self._settled(send, fields.get("update_id"), Answered)
 
 
-def _pieces(file: bytes) -> Iterator[bytes]:
-    return (file[start : start + PIECE_NBYTES] for start in range(0, len(file), PIECE_NBYTES))
+def checked(reply: Reply, form: type[Answered]) -> Answer:
+    """The content of an answer that says success and has the form of its route.
+
+    Raises:
+        SyncError: it is another one; the message has the URL and what was said.
+    """
+    try:
+        content = reply.content()
+    except ValueError as error:
+        told = reply.body[: SHOWN_CHARACTERS // 4].decode(errors="replace") or "nothing"
+        raise SyncError(
+            f"{reply.url} answered {reply.status}: {printable(told, SHOWN_CHARACTERS)} ({error})", (), reply.status
+        ) from error
+    return accepted(f"{reply.url} answered {reply.status}", content, form, reply.status)
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def accepted(who: str, content: object, form: type[Answered], status: int | None = None) -> Answer:
+    """An answer that says success and has the form of its route.
+
+    Args:
+        who: begins the message of the error.
+        status: HTTP status, where there is one.
+
+    Raises:
+        SyncError: it is another one.
+    """
+    if status not in (None, 200) or not isinstance(content, dict) or content.get("success") is not True:
+        try:
+            refusal = fits(content, Refusal)
+        except ValueError as error:
+            raise SyncError(f"{who}, and its answer cannot be read: {error}", (), status) from error
+        told = printable(refusal.message, SHOWN_CHARACTERS) or printable(_SHORT.repr(content), 500)
+        raise SyncError(f"{who}: {told}", refusal.payload_opened, status)
+    try:
+        fits(content, form)
+    except ValueError as error:
+        raise SyncError(f"{who}, and its answer has not the form of that route: {error}", (), status) from error
+    return content

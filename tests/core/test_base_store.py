@@ -13,9 +13,10 @@ from sgld_lora_merge.base_store import (
     StorePolicy,
     device_copy,
     host_copies,
-    policy_from_environment,
+    policy_from,
 )
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import settings_from
 
 KEY = ("qkv.weight", 1)
 
@@ -111,9 +112,9 @@ def test_base_weights_go_to_the_host(policy, memory):
 
 
 def test_a_policy_is_read_from_the_environment():
-    assert policy_from_environment({}) == StorePolicy()
+    assert policy_from(settings_from({})) == StorePolicy()
     environ = {"SGLD_LORA_BASE_STORE": "host", "SGLD_LORA_BASE_RESERVE_MB": "100"}
-    assert policy_from_environment(environ) == StorePolicy("host", 100 * 2**20)
+    assert policy_from(settings_from(environ)) == StorePolicy("host", 100 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_policy_is_read_from_the_environment():
 )
 def test_a_policy_that_means_nothing_is_refused(environ, message):
     with pytest.raises(LoraMergeError) as raised:
-        policy_from_environment(environ)
+        policy_from(settings_from(environ))
     assert str(raised.value) == message
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import pytest
 import torch
 
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.staging import KEPT_UPDATES, Bucket, Ledger, StagedPairs, TooMuchStaged
+from sgld_lora_merge.staging import KEPT_NBYTES, KEPT_UPDATES, Bucket, Ledger, StagedPairs, TooMuchStaged
 
 TERMS = {"lora_alpha": 8, "weight_version": "1"}
 
@@ -253,3 +256,51 @@ def test_staged_bytes_have_a_limit_and_a_bucket_beyond_it_leaves_no_trace():
     with pytest.raises(TooMuchStaged, match="would stage 32 bytes, the limit is 31"):
         staged.with_bucket({"m": [one("y")]}, 31)
     assert staged.nbytes == 16
+
+
+def test_what_is_kept_of_large_answers_is_little():
+    """An answer lists the fields that it ignored, which a caller may name as it likes; and a skipped layer each."""
+    ledger = Ledger()
+    tracemalloc.start()
+    for number in range(8):
+        large = {
+            "message": "m" * 2**21,
+            "ignored_fields": ["x" * 2**21],
+            "skipped": [f"layer {i}" for i in range(10**5)],
+        }
+        ledger.accept(bucket(count=1, update_id=f"u{number}"), {**large, "modules": {"transformer": {"layers": 1}}})
+        del large
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2**20
+    answer = ledger.admit(bucket(count=1, update_id="u7"))
+    assert answer["modules"] == {"transformer": {"layers": 1}}
+    assert answer["skipped"] == [f"layer {i}" for i in range(10)]
+    assert len(answer["ignored_fields"][0]) == 80
+
+
+def test_a_small_answer_is_kept_as_it_was():
+    ledger, answer = Ledger(), {"message": "a\nb", "skipped": [f"layer {i}" for i in range(100)], "modules": {}}
+    ledger.accept(bucket(count=1), dict(answer))
+    assert ledger.admit(bucket(count=1)) == answer
+
+
+def test_all_that_is_kept_has_a_limit_and_the_oldest_goes_first():
+    ledger, answer = Ledger(), {"message": "m" * 16000}
+    for number in range(3):
+        ledger.accept(bucket(count=1, update_id=f"first {number}", digest="d"), answer)
+    most = KEPT_NBYTES // ledger.updates["first 0"].nbytes
+    for index in range(most - 1):
+        ledger.accept(bucket(index, count=10**6, update_id="many buckets", digest="d"), answer)
+    assert list(ledger.updates) == ["first 2", "many buckets"]
+    for index in (most, most + 1):
+        ledger.accept(bucket(index, count=10**6, update_id="many buckets", digest="d"), answer)
+    assert list(ledger.updates) == ["many buckets"]
+    assert len(ledger.updates["many buckets"].answers) == most + 1
+
+
+def test_a_commits_answer_is_kept_within_the_limits_too():
+    ledger = Ledger()
+    ledger.accept(bucket(count=1, hold=True), {"message": "m", "modules": {}})
+    ledger.committed("u", {"message": "m", "skipped": ["x" * 10**6]})
+    assert len(json.dumps(ledger.to_commit("u"))) < 1000

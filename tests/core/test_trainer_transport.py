@@ -10,17 +10,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sgld_lora_merge.trainer import transport
+from sgld_lora_merge.trainer import engine_client, transport
 from sgld_lora_merge.trainer.transport import HttpTransport, SyncError, UploadTransport
 
-GOOD = {"success": True, "state": "live"}
+GOOD = {"success": True, "state": "live", "modules": {}}
 
 
 class Scripted:
     """Answers POSTs by a list of (status, body), "drop" or "slow"; GETs by ``status``."""
 
     def __init__(self):
-        self.script, self.posts, self.headers, self.status = [], [], [], {"success": True, "updates": []}
+        self.script, self.posts, self.headers, self.status = [], [], [], {"success": True, "modules": {}, "updates": []}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -155,7 +155,7 @@ def test_the_key_of_the_environment_is_sent(engine, monkeypatch):
 
 
 def test_an_upload_is_the_file_and_its_fields_are_the_query(engine, monkeypatch):
-    monkeypatch.setattr(transport, "PIECE_NBYTES", 3)
+    monkeypatch.setattr(engine_client, "PIECE_NBYTES", 3)
     engine.script = ["drop", (200, GOOD)]
     fields = {"update_id": "u", "lora_alpha": 6.0, "target_module": None}
     assert UploadTransport(engine.url).update(fields, b"file") == GOOD

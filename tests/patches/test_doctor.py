@@ -45,7 +45,7 @@ def without(tmp_path_factory):
 def test_a_good_environment_is_well():
     code, checks = doctor()
     assert code == 0
-    assert list(checks) == ["sglang", "plugin", "GPU", "sharing", "allocator", "/dev/shm", "precision"]
+    assert list(checks) == ["sglang", "plugin", "GPU", "sharing", "allocator", "/dev/shm", "precision", "settings"]
     assert {name: each["state"] for name, each in checks.items() if name in ("sglang", "plugin", "sharing")} == {
         "sglang": "ok",
         "plugin": "ok",
@@ -113,3 +113,24 @@ def test_expandable_segments_and_a_precision_that_means_nothing(without):
     assert code == 1
     assert checks["allocator"]["state"] == checks["precision"]["state"] == "failure"
     assert checks["allocator"]["remedy"] == "unset it in the trainer: env -u PYTORCH_CUDA_ALLOC_CONF ..."
+
+
+def test_a_folder_that_has_packages_of_our_names_is_not_run(without, tmp_path):
+    """`python -m` puts the current folder in front of all others."""
+    for name in ("server_patches", "sgld_lora_merge", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
+    words = [str(without("sglang")), "-P", "-m", "sgld_lora_merge.cli", "doctor", "--json"]
+    variables = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert not (tmp_path / "was_run").exists()
+    assert checks["sglang"]["meaning"] == "sglang is not installed"
+    assert checks["sharing"]["state"] == "ok"
+
+
+def test_a_variable_that_means_nothing_is_a_failure(without):
+    code, checks = doctor(without("sglang"), SGLD_LORA_VERIFY="true", SGLD_LORA_APIKEY="k")
+    assert (code, checks["settings"]["state"]) == (1, "failure")
+    assert "SGLD_LORA_VERIFY='true'" in checks["settings"]["meaning"]
+    assert "the nearest is SGLD_LORA_API_KEY" in checks["settings"]["meaning"]

@@ -101,7 +101,9 @@ def make(monkeypatch):
 
     def made(key=None, change=lambda app: None):
         monkeypatch.setattr(http_server, "SERVER_WARMUP_BYPASS_PATHS", http_server.SERVER_WARMUP_BYPASS_PATHS)
-        monkeypatch.setenv(guard.API_KEY_VARIABLE, key or "")
+        monkeypatch.delenv(guard.API_KEY_VARIABLE, raising=False)
+        if key is not None:
+            monkeypatch.setenv(guard.API_KEY_VARIABLE, key)
         config = SimpleNamespace(supports_action_endpoint=no, supports_openpi_endpoint=no)
         arguments = SimpleNamespace(enable_metrics=False, pipeline_config=config, dp_size=1)
         app = http_server.create_app(arguments)

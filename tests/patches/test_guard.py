@@ -7,8 +7,9 @@ import types
 
 import pytest
 
-from server_patches.guard import Limits, has_control_characters, is_guarded, limits_from_environment, refusal
+from server_patches.guard import Limits, has_control_characters, is_guarded, limits_from, refusal
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.settings import settings_from
 
 OPEN = Limits()
 JSON = {"content-type": "application/json", "content-length": "2"}
@@ -133,11 +134,12 @@ def test_a_large_body_is_413_and_names_the_limit():
 
 
 def test_limits_come_from_the_environment():
-    assert limits_from_environment({}) == Limits(None, 4096 * 2**20)
-    assert limits_from_environment({"SGLD_LORA_API_KEY": "k", "SGLD_LORA_MAX_BODY_MB": "0.5"}) == Limits("k", 2**19)
+    assert limits_from(settings_from({})) == Limits(None, 4096 * 2**20)
+    environ = {"SGLD_LORA_API_KEY": "k", "SGLD_LORA_MAX_BODY_MB": "0.5"}
+    assert limits_from(settings_from(environ)) == Limits("k", 2**19)
 
 
 @pytest.mark.parametrize("value", ["much", "0", "-1", "inf", "nan"])
 def test_a_limit_that_means_nothing_is_named(value):
     with pytest.raises(LoraMergeError, match=f"SGLD_LORA_MAX_BODY_MB='{value}'"):
-        limits_from_environment({"SGLD_LORA_MAX_BODY_MB": value})
+        limits_from(settings_from({"SGLD_LORA_MAX_BODY_MB": value}))

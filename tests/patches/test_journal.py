@@ -31,3 +31,16 @@ def test_a_failure_is_told_with_its_reason_and_the_version_that_it_would_have_ma
 
 def test_it_is_one_line():
     assert "\n" not in line(Entry("update"), 400, {"message": "one\ntwo"})
+
+
+def test_long_texts_of_a_caller_are_cut():
+    entry = Entry("update", update_id="u" * 10**6, weight_version="v" * 10**6, reason="request")
+    told = line(entry, 400, {"message": "m\n" * 10**6})
+    assert len(told) < 10_000
+    assert json.loads(told)["update_id"] == "u" * 197 + "..."
+
+
+def test_what_a_caller_writes_ends_no_line_and_moves_no_cursor():
+    told = line(Entry("update", update_id="a\n\x1b[2Jforged", weight_version="\r\u2028x"), 400, {"message": "\x9b\n"})
+    assert told.isascii()
+    assert told.isprintable()

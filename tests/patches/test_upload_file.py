@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_body_lies_in_a_private_file_as_long_as_it_is_needed(tmp_path, monkeyp
     monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
 
     async def receive():
-        async with upload.received(chunks(b"ab", b"c")) as received:
+        async with upload.Uploads().received(chunks(b"ab", b"c")) as received:
             path = Path(received.path)
             assert path.parent == tmp_path
             assert path.read_bytes() == b"abc"
@@ -49,7 +50,7 @@ def test_files_that_a_crash_has_left_are_removed_and_no_others(tmp_path, monkeyp
     link.symlink_to(other)
 
     async def receive():
-        async with upload.received(chunks(b"abc")) as received:
+        async with upload.Uploads().received(chunks(b"abc")) as received:
             upload.remove_leftovers()
             assert Path(received.path).read_bytes() == b"abc"
 
@@ -70,7 +71,7 @@ async def chunks():
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def receive():
-    async with upload.received(chunks()):
+    async with upload.Uploads().received(chunks()):
         pass
 
 asyncio.run(receive())
@@ -90,10 +91,62 @@ def test_a_full_memory_is_told_and_leaves_no_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async def receive():
-        async with upload.received(chunks(b"abc")):
+        async with upload.Uploads().received(chunks(b"abc")):
             pytest.fail("nothing was written")
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(LoraMergeError, match=r"has no room for the upload, 3 bytes so far: .*No space left"):
         asyncio.run(receive())
     assert not list(tmp_path.iterdir())
+
+
+def test_what_another_user_or_a_fifo_has_left_does_not_hold_up_a_start(tmp_path, monkeypatch):
+    """An open of a FIFO waits for somebody who writes."""
+    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    os.mkfifo(tmp_path / "sgld_lora_upload_fifo")
+    (tmp_path / "sgld_lora_upload_folder").mkdir()
+    begun = time.monotonic()
+    upload.remove_leftovers()
+    assert time.monotonic() - begun < 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sgld_lora_upload_fifo", "sgld_lora_upload_folder"]
+    (tmp_path / "sgld_lora_upload_mine").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    upload.remove_leftovers()
+    assert (tmp_path / "sgld_lora_upload_mine").exists()
+
+
+def test_an_engine_that_starts_before_the_file_is_locked_takes_no_live_upload(tmp_path, monkeypatch):
+    """The file that it has removed is not used: another one is made, and no descriptor is left open."""
+    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    flock, removed = upload.fcntl.flock, []
+
+    def late(descriptor, how):
+        if not removed and how == upload.fcntl.LOCK_EX:
+            removed.append(descriptor)
+            upload.remove_leftovers()  # of the other engine
+            assert not list(tmp_path.iterdir())
+        flock(descriptor, how)
+
+    async def receive():
+        async with upload.Uploads().received(chunks(b"abc")) as received:
+            upload.remove_leftovers()
+            return Path(received.path).read_bytes()
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(upload.fcntl, "flock", late)
+    assert asyncio.run(receive()) == b"abc"
+    assert removed
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_gone_when_the_answer_is_made_leaves_no_descriptor(tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+
+    async def receive():
+        async with upload.Uploads().received(chunks(b"abc")) as received:
+            os.unlink(received.path)
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(receive())
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -57,6 +57,13 @@ def test_a_version_is_a_header_and_nothing_more(versions, value):
     assert header_value(versions) == value
 
 
+def test_a_header_is_cut_before_a_client_refuses_it():
+    value = header_value({"transformer": "7" * 200_000})
+    assert (len(value), value.endswith("777...")) == (1024, True)
+    several = header_value({f"module_{index}": str(index) for index in range(1000)})
+    assert (len(several), several[:9]) == (1024, "module_0=")
+
+
 def test_the_first_stamp_stays():
     output = Output()
     stamp(output, {"transformer": "1"})

@@ -33,9 +33,12 @@ def test_a_hook_that_does_not_apply_stops_the_start(zimage_checkpoint, tmp_path)
 
 
 @pytest.mark.slow  # doctor's tests have the sentence
-def test_a_precision_that_means_nothing_stops_the_start(zimage_checkpoint, tmp_path):
-    log = refused(zimage_checkpoint, tmp_path, {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "yes"})
+def test_variables_that_mean_nothing_stop_the_start_and_are_all_named(zimage_checkpoint, tmp_path):
+    env = {"SGLANG_DIFFUSION_LORA_MERGE_FP32": "yes", "SGLD_LORA_API_KEY": "", "SGLD_LORA_MAX_BODY": "1"}
+    log = refused(zimage_checkpoint, tmp_path, env)
     assert "SGLANG_DIFFUSION_LORA_MERGE_FP32='yes' is not a precision" in log
+    assert "SGLD_LORA_API_KEY is set but empty" in log
+    assert "SGLD_LORA_MAX_BODY is no variable of sgld-lora-merge; the nearest is SGLD_LORA_MAX_BODY_MB" in log
 
 
 @pytest.mark.slow  # a killed rank is as silent: test_faults.py

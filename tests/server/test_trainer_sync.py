@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.trainer import HttpTransport, SyncError, UploadTransport, select_weight_sync
+from sgld_lora_merge.trainer.engine_client import Unanswered
 from support import lora as support_lora
 from support import training
 from tests.server.trainers import arguments
@@ -195,20 +196,18 @@ def test_i1_i7_the_trainers_shared_memory_stays_flat(zimage):
 
 
 def test_a_lost_answer_is_asked_for_again_and_the_update_is_applied_once(zimage):
-    import httpx
-
     url = str(zimage.server.client.base_url)
     transport = HttpTransport(url)
-    post, lost = transport._client.post, []
+    send, lost = transport._client.send, []
 
-    def losing(*args, **kwargs):
-        answer = post(*args, **kwargs)
-        if not lost:
+    def losing(method, *args, **kwargs):
+        answer = send(method, *args, **kwargs)
+        if method == "POST" and not lost:
             lost.append(answer)
-            raise httpx.ReadTimeout("lost on its way")
+            raise Unanswered("ReadTimeout: lost on its way")
         return answer
 
-    transport._client.post = losing
+    transport._client.send = losing
     updates = zimage.status()["totals"]["updates"]
     model = peft_model(zimage)
     report = strategy(zimage, model, *IPC, transport=transport).update_weights()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +177,32 @@ def test_with_commit_false_it_is_staged_until_it_is_committed(zimage):
     nameless = upload(zimage, body(adapter), lora_alpha=6, commit="false")
     assert nameless.status_code == 400
     assert "needs an update_id" in nameless.json()["message"]
+
+
+def test_an_honest_upload_is_through_beside_sixty_that_are_open_and_idle(zimage):
+    """90 s by default, here 18."""
+    adapter, url = zimage.adapter(seed=5), zimage.server.client.base_url
+    head = f"POST /lora_merge/upload HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: 99999999\r\n\r\nx"
+    logged = len(zimage.server.log.read_text(errors="replace"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection((url.host, url.port))).sendall(head.encode())
+        time.sleep(0.5)
+        assert len(zimage.server.uploads_left()) == 16
+        begun = time.monotonic()
+        answer = upload(zimage, body(adapter), lora_alpha=6)
+        took = time.monotonic() - begun
+    assert answer.status_code == 200, answer.text
+    assert took < 18
+    zimage.holds(zimage.expect(adapter))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        text = zimage.server.log.read_text(errors="replace")[logged:]
+        if text.count('{"event": "upload"') == 61:
+            break
+        time.sleep(0.2)
+    assert text.count('{"event": "upload"') == 61
+    assert zimage.server.uploads_left() == []
 
 
 def test_a_foreign_origin_is_refused(zimage):
