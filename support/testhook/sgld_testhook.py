@@ -6,6 +6,7 @@ In force where PYTHONPATH holds this folder. Ranks are those of the whole engine
     weights  {"module": m}              sha256, shape and data_ptr of every parameter, by rank
     bytes    {"module": m, "name": n}   one parameter's raw bytes in base64, by rank
     fail     {"rank": r, "stage": s, "fault": f}   the next update fails on that rank: `STAGES`, `fault_of`
+    reload   {"rank": r, "module": m}  what sglang does around loading a module, on that rank alone: it has the base
     full_shm                            the next upload finds no room in shared memory
     gc                                  calls of gc.collect in the workers since they started, by rank
 """
@@ -143,6 +144,12 @@ def handle(gpu_worker: Any, body: dict) -> Any:
     elif body["action"] == "bytes":
         parameter = gpu_worker.pipeline.modules[body["module"]].get_parameter(body["name"])
         mine = base64.b64encode(raw(parameter)).decode()
+    elif body["action"] == "reload":
+        if body["rank"] == get_world_group().rank_in_group:
+            from server_patches import hooks
+
+            with hooks._worker.base_weights_change(gpu_worker.pipeline.modules[body["module"]]):
+                pass
     elif body["action"] == "gc":
         mine = collected
     elif body["rank"] == get_world_group().rank_in_group:
