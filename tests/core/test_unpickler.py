@@ -711,11 +711,16 @@ def test_one_cpu_payload_may_be_shared_by_workers():
 # CUDA exports; none of these needs a GPU
 
 
+MEMORY = b"\x03c" + bytes(range(64))
+COUNTER = b"/torch_1_2_3"
+EVENT = bytes(range(64))
+
+
 def cuda_export(**changed):
     arguments = {
         "cls": "torch.Tensor", "size": (4,), "stride": (1,), "offset": 0, "storage": "TypedStorage",
-        "dtype": torch.float32, "device": "GPU-1", "handle": b"handle", "nbytes": 16, "storage_offset": 0,
-        "requires_grad": False, "counter": b"counter", "counter_offset": 0, "event": b"event", "sync": True,
+        "dtype": torch.float32, "device": "GPU-1", "handle": MEMORY, "nbytes": 16, "storage_offset": 0,
+        "requires_grad": False, "counter": COUNTER, "counter_offset": 0, "event": EVENT, "sync": True,
     }  # fmt: skip
     return pickled(call(REDUCTIONS, "rebuild_cuda_tensor", *map(value, (arguments | changed).values())))
 
@@ -737,7 +742,7 @@ def test_a_cuda_export_is_opened_on_the_gpu_with_its_uuid(opened):
     (arguments,) = opened
     assert arguments[6] == 3
     assert arguments[:6] == (torch.Tensor, (4,), (1,), 0, torch.storage.TypedStorage, torch.float32)
-    assert arguments[7:] == (b"handle", 16, 0, False, b"counter", 0, b"event", True)
+    assert arguments[7:] == (MEMORY, 16, 0, False, COUNTER, 0, EVENT, True)
     assert reader.opened
 
 

@@ -1,0 +1,97 @@
+"""How long and how many the parts of a request may be, and how much memory reading it may take.
+
+All limits of what a caller sends are here. Whatever exceeds one is refused before anything is computed from it.
+"""
+
+from __future__ import annotations
+
+from sgld_lora_merge.errors import RequestError, in_short
+
+LONGEST_NAME = 512  # characters of a tensor's or a layer's name
+LONGEST_LABEL = 128  # characters of update_id, weight_version, adapter, a module's name, a GPU's UUID
+MOST_PAYLOADS = 1024  # of one request: one for each worker
+MOST_MODULES = 64  # of one request
+MOST_LAYERS = 2**14  # of one module, in a JSON body
+MOST_SAMPLES = 2**14  # of one layer
+TIMES_SENT = 8  # bytes of memory for each byte that was sent
+FREE_NBYTES = 2**26  # 64 MiB, which a small request may take
+
+# What Python, pydantic and torch take at most for a thing of each kind, in bytes, measured with CPython 3.11. They
+# include the copies that the steps after reading make.
+TENSOR_NBYTES = 2500
+ENTRY_NBYTES = 1200  # a bucket's entry: its description, its slot and its place
+_JSON_LIST_NBYTES = 160
+_JSON_OBJECT_NBYTES = 320
+_JSON_ENTRY_NBYTES = 160
+_JSON_ITEM_NBYTES = 40
+
+
+def allowance(sent: int) -> int:
+    """Bytes of memory that a request of so many bytes may take beside itself."""
+    return max(FREE_NBYTES, TIMES_SENT * sent)
+
+
+class Memory:
+    """The memory that one request may take. What is made of it is charged before or as it is made.
+
+    Args:
+        sent: bytes that were sent.
+        nbytes: what it may take; None means the allowance of what was sent.
+    """
+
+    def __init__(self, sent: int, nbytes: int | None = None) -> None:
+        self.sent = sent
+        self.left = self.whole = allowance(sent) if nbytes is None else nbytes
+
+    def spend(self, nbytes: int) -> None:
+        """Take bytes from it.
+
+        Raises:
+            RequestError: there are not so many left.
+        """
+        self.left -= nbytes
+        if self.left < 0:
+            raise self.exceeded()
+
+    def exceeded(self) -> RequestError:
+        return RequestError(
+            f"the payload has too many parts: what it describes takes more than {self.whole} bytes of memory; "
+            "its parts may hold each other, or be named too often"
+        )
+
+
+def check_tensors(count: int, sent: int, what: str) -> None:
+    """Check that a request of so many bytes may hold so many tensors.
+
+    Raises:
+        RequestError: it may not.
+    """
+    most = allowance(sent) // TENSOR_NBYTES
+    if count > most:
+        raise RequestError(f"{what} of {sent} bytes has {count} tensors, at most {most} are read")
+
+
+def check_json(text: str | bytes, what: str) -> None:
+    """Check what a JSON text takes when it is read, by its punctuation alone, which is counted at memory speed.
+
+    Punctuation within strings is counted too: names have hardly any, and base64 has none.
+
+    Raises:
+        RequestError: more than a text of its length may take.
+    """
+    count = text.count if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass").count
+    nbytes = _JSON_LIST_NBYTES * count(b"[") + _JSON_OBJECT_NBYTES * count(b"{")
+    nbytes += _JSON_ENTRY_NBYTES * count(b":") + _JSON_ITEM_NBYTES * count(b",")
+    if nbytes > allowance(len(text)):
+        raise RequestError(f"{what} of {len(text)} bytes has too many parts: they take up to {nbytes} bytes of memory")
+
+
+def check_name(name: str) -> str:
+    """Check the length of a tensor's or a layer's name, before a pattern sees it.
+
+    Raises:
+        RequestError: it is too long; the message holds its beginning.
+    """
+    if len(name) > LONGEST_NAME:
+        raise RequestError(f"{in_short(name)} is a name of {len(name)} characters, at most {LONGEST_NAME} are read")
+    return name
