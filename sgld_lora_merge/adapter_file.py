@@ -27,6 +27,7 @@ def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, f
         RequestError: not a safetensors file, tensors that torch does not make, names that are too long, more tensors
             than a file of its size may have, or metadata that is not what it should be.
     """
+    _check_header(path)
     try:
         with safe_open(path, "pt", device="cpu") as file:
             scaling = _layer_scaling((file.metadata() or {}).get(LAYER_SCALING))
@@ -35,6 +36,14 @@ def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, f
             return _tensors(file, names), scaling
     except SafetensorError as error:
         raise RequestError(f"this is not a safetensors file: {cut(str(error), 200)}") from error
+
+
+def _check_header(path: str) -> None:
+    """Check what the header takes when it is read; whether it is one is safetensors' to say."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        sent = os.path.getsize(path)
+        check_json(file.read(min(length, sent)), "the file's header", sent)
 
 
 def _tensors(file: Any, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:

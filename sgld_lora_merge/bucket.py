@@ -18,7 +18,7 @@ import torch
 from pydantic_core import from_json
 
 from sgld_lora_merge.errors import Faults, RequestError, in_short, shape_in_short
-from sgld_lora_merge.limits import check_json, check_name
+from sgld_lora_merge.limits import MOST_TENSORS, check_json, check_name
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
 Entry = TypeVar("Entry")
@@ -204,7 +204,10 @@ def _keep(text: str, layout: Layout) -> None:
 def _slots(layout: str) -> Layout:
     check_json(layout, "the layout")
     try:
-        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in from_json(layout)]
+        found = from_json(layout)
+        if len(found) > MOST_TENSORS:
+            raise RequestError(f"the layout has {len(found)} entries, at most {MOST_TENSORS} are read")
+        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in found]
         entries = [BucketEntry(n, shape, dtype, start, stop, stop - start) for n, dtype, shape, start, stop in rows]
     except (ValueError, TypeError) as error:
         told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"

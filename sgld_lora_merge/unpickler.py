@@ -30,7 +30,7 @@ from torch.multiprocessing import reductions
 from sgld_lora_merge.bucket import DTYPES, MAX_DIMENSIONS, BucketEntry
 from sgld_lora_merge.cuda_export import check_export
 from sgld_lora_merge.errors import RequestError, cut, in_short, name_some, shape_in_short
-from sgld_lora_merge.limits import ENTRY_NBYTES, TENSOR_NBYTES, Memory
+from sgld_lora_merge.limits import ENTRY_NBYTES, MOST_OPCODES, TENSOR_NBYTES, Memory
 from sgld_lora_merge.shared_memory import SegmentOpener
 
 _MAX_INT = 2**63 - 1
@@ -153,13 +153,13 @@ class _Descriptor:
 # Opcode -> bytes of memory that it takes at most with CPython 3.11: its object, the object's place on the stack, and
 # what containers take to grow. Texts and bytes take their own length besides, and that was sent.
 _OPCODES = {
-    "PROTO": 0, "STOP": 0, "MARK": 80, "NONE": 9, "NEWTRUE": 9, "NEWFALSE": 9, "BININT": 41, "BININT1": 9,
-    "BININT2": 41, "LONG1": 64, "BINFLOAT": 33, "BINBYTES": 48, "SHORT_BINBYTES": 48, "BINBYTES8": 48,
+    "PROTO": 0, "STOP": 0, "MARK": 80, "NONE": 9, "NEWTRUE": 9, "NEWFALSE": 9, "BININT": 48, "BININT1": 9,
+    "BININT2": 48, "LONG1": 64, "BINFLOAT": 40, "BINBYTES": 64, "SHORT_BINBYTES": 64, "BINBYTES8": 64,
     "EMPTY_DICT": 89, "EMPTY_LIST": 81, "EMPTY_TUPLE": 9, "TUPLE": 64, "TUPLE1": 73, "TUPLE2": 73, "TUPLE3": 81,
     "APPEND": 40, "APPENDS": 40, "GLOBAL": 105, "STACK_GLOBAL": 105, "BINGET": 9, "LONG_BINGET": 9, "BINPUT": 124,
     "LONG_BINPUT": 124, "MEMOIZE": 124,
 }  # fmt: skip
-_TEXT_OPCODES = {"BINUNICODE": 64, "SHORT_BINUNICODE": 64, "BINUNICODE8": 64}
+_TEXT_OPCODES = {"BINUNICODE": 80, "SHORT_BINUNICODE": 80, "BINUNICODE8": 80}
 _CALL_NBYTES = 200  # REDUCE, NEWOBJ: the description of a tensor or a storage, or an entry
 _FIELD_NBYTES = 100  # an item of a dict
 _DICT_NBYTES = 240  # of a dict that has an item
@@ -190,8 +190,8 @@ class _Unpickler(pickle._Unpickler):
         file = io.BytesIO(data)
         super().__init__(file)
         self._file = file
-        self._reader = reader
         self._memory = memory
+        self._cuda_tensor = functools.partial(_cuda_tensor, reader)
 
     def load(self) -> Any:
         """Run the opcodes, each of which is charged before it is run.
@@ -205,7 +205,9 @@ class _Unpickler(pickle._Unpickler):
         self.proto = 0
         dispatch, costs, memory, read = self.dispatch, _COSTS, self._memory, self._file.read
         try:
-            while key := read(1):
+            for _ in range(MOST_OPCODES):
+                if not (key := read(1)):
+                    raise EOFError("it ends without STOP")
                 opcode = key[0]
                 memory.left -= costs[opcode]
                 if memory.left < 0:
@@ -213,7 +215,7 @@ class _Unpickler(pickle._Unpickler):
                 dispatch[opcode](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]  # as Python's own loop ends
             return stop.value
-        raise EOFError("it ends without STOP")
+        raise RequestError(f"the payload has more than {MOST_OPCODES} opcodes")
 
     def _skip_frame(self) -> None:
         """FRAME: its length tells nothing that is needed."""
@@ -221,7 +223,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CUDA_EXPORTS:
-            return functools.partial(_cuda_tensor, self._reader)
+            return self._cuda_tensor
         found = _ALLOWED.get((module, name))
         if found is None:
             raise RequestError(f"the payload names {module}.{name}, which is outside the allow-list")
