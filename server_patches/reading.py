@@ -14,7 +14,7 @@ from server_patches.states import EngineStates
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.engine import ModuleUpdate
-from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.families import Family, route, route_layers, routes_of
 from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
@@ -127,7 +127,9 @@ def _own_payload(req: MergeReq) -> str:
         for uuid, payload in zip(uuids, payloads, strict=True):
             if normalised_uuid(uuid) == own:
                 return str(payload)
-        raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
+        raise RequestError(
+            f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {name_some(uuids)}"
+        )
     if len(payloads) == 1:
         return str(payloads[0])
     world = get_world_group()
