@@ -69,8 +69,8 @@ def load(data: bytes, reader: PayloadReader) -> object:
     try:
         memory = Memory(len(data))
         described = _Unpickler(data, reader, memory).load()
-        checked = _walk(described, _Checker(memory), _MAX_DEPTH, memory)
-        return _walk(checked, _Opener(reader), _MAX_DEPTH, memory)
+        checked = _walk(described, _Checker(memory), _MAX_DEPTH, _Copies(len(data), memory))
+        return _walk(checked, _Opener(reader), _MAX_DEPTH, _Copies(len(data), memory))
     except RequestError:
         raise
     except KeyError as error:
@@ -525,19 +525,36 @@ _LEAVES = (str, bytes, int, float, bool, torch.dtype, type(None))
 _ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
 
-def _walk(content: object, leaf: Callable[[object], object], depth: int, memory: Memory) -> object:
-    """The content with everything but dicts, lists and tuples replaced by ``leaf`` of it; the copy is charged."""
+class _Copies:
+    """How many parts a copy of a payload may have, by its bytes, and what they take.
+
+    Containers in each other would have no end. Where nothing is held twice, each part has a byte of its own.
+    """
+
+    def __init__(self, parts: int, memory: Memory) -> None:
+        self._left = parts
+        self._memory = memory
+
+    def spend(self, nbytes: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise RequestError("the payload's parts hold each other, or are named too often")
+        self._memory.spend(nbytes)
+
+
+def _walk(content: object, leaf: Callable[[object], object], depth: int, copies: _Copies) -> object:
+    """The content with everything but dicts, lists and tuples replaced by ``leaf`` of it."""
     if type(content) not in (dict, list, tuple):
-        memory.spend(8)
+        copies.spend(8)
         return leaf(content)
     if depth == 0:
         raise RequestError(f"the payload nests more than {_MAX_DEPTH} containers")
     if isinstance(content, dict):
-        memory.spend(_DICT_NBYTES + _FIELD_NBYTES * len(content))
-        return {key: _walk(value, leaf, depth - 1, memory) for key, value in content.items()}
+        copies.spend(_DICT_NBYTES + _FIELD_NBYTES * len(content))
+        return {key: _walk(value, leaf, depth - 1, copies) for key, value in content.items()}
     assert isinstance(content, (list, tuple))
-    memory.spend(72)
-    return type(content)([_walk(value, leaf, depth - 1, memory) for value in content])
+    copies.spend(72)
+    return type(content)([_walk(value, leaf, depth - 1, copies) for value in content])
 
 
 class _Checker:
