@@ -100,7 +100,7 @@ def test_i2_the_handle_names_the_gpu_and_an_unknown_one_is_an_error(sender):
 
 HANDLE, STORAGE_OFFSET, COUNTER, COUNTER_OFFSET, EVENT = 7, 9, 11, 12, 13  # of rebuild_cuda_tensor's arguments
 
-# A reader in a process of its own, which a wrong argument must not end. It reads a payload of its parent's with changes.
+# Reads a payload of its parent's with changes, in a process of its own, which a wrong argument must not end.
 READER = """
 import gc, json, sys, torch
 from sgld_lora_merge import unpickler
