@@ -24,10 +24,7 @@ FREE_NBYTES = 56 * 2**20
 # include the copies that the steps after reading make.
 TENSOR_NBYTES = 2500
 ENTRY_NBYTES = 1200  # a bucket's entry: its description, its slot and its place
-_JSON_LIST_NBYTES = 160
-_JSON_OBJECT_NBYTES = 320
-_JSON_ENTRY_NBYTES = 160
-_JSON_ITEM_NBYTES = 40
+_JSON_NBYTES = {b"[": 160, b"{": 320, b":": 160, b",": 40}
 
 
 def allowance(sent: int) -> int:
@@ -76,7 +73,10 @@ def check_tensors(count: int, sent: int, what: str) -> None:
 
 
 def check_json(text: str | bytes, what: str, sent: int | None = None) -> None:
-    """Check what a JSON text takes when it is read, by its punctuation alone, which is counted at memory speed.
+    """Check what a JSON text takes when it is read, by its punctuation alone.
+
+    A text that is short takes little whatever it holds. A long one is a payload in base64, without punctuation, which
+    is looked through at memory speed.
 
     Punctuation within strings is counted too: names have hardly any, and base64 has none.
 
@@ -86,11 +86,21 @@ def check_json(text: str | bytes, what: str, sent: int | None = None) -> None:
     Raises:
         RequestError: more than a text of its length may take.
     """
-    count = text.count if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass").count
-    nbytes = _JSON_LIST_NBYTES * count(b"[") + _JSON_OBJECT_NBYTES * count(b"{")
-    nbytes += _JSON_ENTRY_NBYTES * count(b":") + _JSON_ITEM_NBYTES * count(b",")
+    if len(text) * max(_JSON_NBYTES.values()) <= FREE_NBYTES:
+        return
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    nbytes = sum(each * _count(data, mark) for mark, each in _JSON_NBYTES.items())
     if nbytes > allowance(len(text) if sent is None else sent):
         raise RequestError(f"{what} of {len(text)} bytes has too many parts: they take up to {nbytes} bytes of memory")
+
+
+def _count(data: bytes, mark: bytes) -> int:
+    """How often a byte occurs. Where it is rare, looking for the next one is ten times as fast as counting."""
+    at = -1
+    for found in range(64):
+        if (at := data.find(mark, at + 1)) < 0:
+            return found
+    return 64 + data.count(mark, at + 1)
 
 
 def check_name(name: str) -> str:
