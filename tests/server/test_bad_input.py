@@ -121,6 +121,13 @@ CASES = {
     "bucket_index out of range": (
         lambda a: {"update": a, "update_id": "x", "bucket_index": 1, "num_buckets": 1}, 400, "outside 0 to 0"),
     "commit false without update_id": (lambda a: {"update": a, "commit": False}, 400, "needs an update_id"),
+    "a name of 144 kB": (
+        lambda a: {"update": [*lora.named(a), ("a" + ".lora_A.x" * 16_000 + "\n", torch.ones(4, 4))]}, 400,
+        "at most 512 are read"),
+    "numbers for payloads": (lambda a: {"update": a, "serialized_named_tensors": [1] * 250_000}, 400,
+                             "has 250000 payloads, at most 1024 are allowed"),
+    "a long version": (lambda a: {"update": a, "weight_version": "7" * 200_000}, 400, "has 200000 characters"),
+    "a version of two lines": (lambda a: {"update": a, "weight_version": "7\nforged"}, 400, "cannot be printed"),
     "update_id for full weights": (
         lambda a: {"update": a, "weight_update_mode": None, "update_id": "x"}, 400, "update_id belongs to"),
 }  # fmt: skip
