@@ -145,6 +145,7 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
 
     Raises:
         ValueError: no tensors, or an empty one; it is named.
+        RequestError: a name that is longer than engines read.
     """
     tensors = list(named_tensors)
     if not tensors:

@@ -15,10 +15,10 @@ MOST_LAYERS = 2**14  # of one module, in a JSON body
 MOST_SAMPLES = 2**14  # of one layer
 MOST_TENSORS = 2**16  # of one payload or file; an adapter of a large model has some thousand
 MOST_OPCODES = 2**22  # of one pickle, which take a second; a bucket's entry has 35
-# Memory for each byte that was sent, and what a small request may take. SECURITY.md promises 8 and 64 MiB: what these
-# figures do not count, such as a text that is being read, is in the difference.
-TIMES_SENT = 7
-FREE_NBYTES = 56 * 2**20
+# Memory for each byte that was sent, and what a small request may take. SECURITY.md promises 8 and 64 MiB: the
+# difference is for what these figures do not count, which are the copies of the body on its way to a worker.
+TIMES_SENT = 5
+FREE_NBYTES = 40 * 2**20  # what 9000 entries of a bucket take, or 6000 tensors in a list
 
 # What Python, pydantic and torch take at most for a thing of each kind, in bytes, measured with CPython 3.11. They
 # include the copies that the steps after reading make.

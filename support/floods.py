@@ -239,11 +239,17 @@ def resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def peak() -> int:
-    """The most bytes of this process that were in memory at once since it was forked."""
-    with open("/proc/self/status") as file:
+def peak(process: int | str = "self") -> int:
+    """The most bytes of a process that were in memory at once since its peak was forgotten."""
+    with open(f"/proc/{process}/status") as file:
         (line,) = (line for line in file if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
+
+
+def forget_peak(process: int | str = "self") -> None:
+    """Let the peak of a process begin with what it has in memory now."""
+    with open(f"/proc/{process}/clear_refs", "w") as file:
+        file.write("5")
 
 
 def measured(name: str, nbytes: int) -> dict[str, object]:
@@ -261,8 +267,7 @@ def measured(name: str, nbytes: int) -> dict[str, object]:
             gc.collect()
             signal.alarm(60)
             # the flood itself was made of parts: what is looked at begins after it
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
+            forget_peak()
             before, message = resident(), None
             started = time.process_time()
             try:

@@ -10,11 +10,11 @@ from safetensors.torch import save
 
 from sgld_lora_merge import bucket, pairs
 from sgld_lora_merge.adapter_file import LAYER_SCALING, read_adapter
-from sgld_lora_merge.bucket import BucketEntry, entries_of, unflatten
+from sgld_lora_merge.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
 from sgld_lora_merge.errors import MOST_FAULTS, Faults, RequestError, cut, in_short, name_some
 from sgld_lora_merge.limits import LONGEST_LABEL, LONGEST_NAME, MOST_MODULES, MOST_PAYLOADS, Memory, check_json
 from sgld_lora_merge.pairs import pair_up, parse_name
-from sgld_lora_merge.payload import named_tensors
+from sgld_lora_merge.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.protocol import (
     FieldTypeError,
     ResetRequest,
@@ -25,6 +25,8 @@ from sgld_lora_merge.protocol import (
     VerifyRequest,
     parse_fields,
 )
+from sgld_lora_merge.unpickler import PayloadReader, load
+from support import hostile
 
 LONG = "a" * (LONGEST_NAME + 1 - len(".lora_A")) + ".lora_A"
 FITS = LONG[1:]
@@ -273,3 +275,20 @@ def test_an_alpha_of_another_kind_of_number_is_a_fault(tmp_path, dtype):
         except RequestError:
             continue
         assert "an alpha is one number" in str(pair_up(named).faults)
+
+
+def test_requests_far_larger_than_any_adapter_are_read():
+    """An adapter of a large model has some thousand tensors."""
+    names = [f"transformer_blocks.{i}.attn.to_out.0.lora_{side}.weight" for i in range(3000) for side in "AB"]
+    named = [(name, torch.ones(1, 1)) for name in names]
+    flat, entries = flatten(named)
+    tensor = hostile.Inline(flat)
+    contents = {
+        "metadata": {"m": {"flattened_tensor": tensor, "metadata": entries}},
+        "layout": {"m": {"flattened_tensor": tensor, "layout": layout_text(entries)}},
+        "list": {"m": [(name, hostile.Inline(each)) for name, each in named]},
+    }
+    for form, content in contents.items():
+        read = load(hostile.inline(content, 2), PayloadReader(int))
+        found = named_tensors(read, None if form == "list" else FLATTENED_BUCKET, ["m"])["m"]
+        assert [name for name, _ in found] == [name for name, _ in named]
