@@ -1,4 +1,5 @@
-"""What reads a caller's bytes, as functions of bytes that raise for nothing but a fault of ours.
+"""What reads a caller's bytes, as functions of bytes that raise for nothing but a fault of ours: another error than a
+refusal, or more time or memory than so many bytes may take.
 
 `tests/core/test_parsing_properties.py` gives them mutations of the same seeds for a few seconds.
 """
@@ -36,6 +37,7 @@ from sgld_lora_merge.protocol import (
 )
 from sgld_lora_merge.unpickler import PayloadReader, load
 from support import hostile
+from support.floods import BODIES, FILES, PICKLES, bounded
 
 PAIR = [("layers.0.q.lora_A", torch.ones(2, 8)), ("layers.0.q.lora_B.default.weight", torch.ones(4, 2))]
 
@@ -45,14 +47,19 @@ class Target:
     """One reader of bytes.
 
     Attributes:
-        read: raises nothing, whatever the bytes are.
+        parse: raises nothing, whatever the bytes are.
         seeds: inputs that lead to its different parts.
         reads: the modules whose coverage counts.
     """
 
-    read: Callable[[bytes], None]
+    parse: Callable[[bytes], None]
     seeds: Callable[[], list[bytes]]
     reads: tuple[str, ...]
+
+    def read(self, data: bytes) -> None:
+        """Parse within the time and the memory that so many bytes may take."""
+        with bounded(len(data)):
+            self.parse(data)
 
 
 def no_gpu(uuid: str) -> int:
@@ -121,7 +128,8 @@ def _payloads() -> list[bytes]:
     bucket = {"transformer": {"flattened_tensor": hostile.Inline(flat), "metadata": entries}}
     compact = {"transformer": {"flattened_tensor": hostile.Inline(flat), "layout": layout_text(entries)}}
     good = [hostile.inline(content, protocol) for content in (inline, bucket, compact) for protocol in (2, 4, 5)]
-    return [*good, *hostile.exports(), *(data for data in hostile.payloads("canary").values() if len(data) < 10_000)]
+    return [*good, *hostile.exports(), *(data for data in hostile.payloads("canary").values() if len(data) < 10_000),
+            *(flood(500) for flood in PICKLES.values())]  # fmt: skip
 
 
 def _layouts() -> list[bytes]:
@@ -131,7 +139,8 @@ def _layouts() -> list[bytes]:
 
 def _files() -> list[bytes]:
     alphas = {"layers.0.q.alpha": torch.tensor(4.0)}
-    return [save(dict(PAIR) | alphas, {LAYER_SCALING: '{"layers.0.q": 2.0}'}), save(dict(PAIR))]
+    good = [save(dict(PAIR) | alphas, {LAYER_SCALING: '{"layers.0.q": 2.0}'}), save(dict(PAIR))]
+    return [*good, *(flood(500) for flood in FILES.values())]
 
 
 def _requests() -> list[bytes]:
@@ -144,7 +153,7 @@ def _requests() -> list[bytes]:
     verify = {"modules": {"transformer": {"q": {"samples": [[0, 0, 1.0, 1.0]]}, "k": {"sha256": "00"}}}}
     query = "target_module=transformer&lora_alpha=1&lora_rank=4&weight_version=1&update_id=u&adapter=a"
     bodies = (update, verify, {"update_id": "u"}, {"target_modules": ["transformer"], "adapter": "style"})
-    return [*(json.dumps(body).encode() for body in bodies), query.encode()]
+    return [*(json.dumps(body).encode() for body in bodies), query.encode(), *(flood(500) for flood in BODIES.values())]
 
 
 CORE = "sgld_lora_merge."

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some
 from sgld_lora_merge.pairs import layer_name
 from sgld_lora_merge.targets import CannotLand, Landing, ModuleView, Target
 from sgld_lora_merge.verify import Piece, assemble, sampled, sha256, within
@@ -101,20 +101,20 @@ def verify(
 def _resolve(
     expected: Expectations, views: Mapping[str, ModuleView], rows: Callable[[str, Target], torch.Tensor]
 ) -> list[_Layer]:
-    layers, faults = [], []
+    layers, faults = [], Faults()
     for module, by_layer in expected.items():
         view = views.get(module)
         if view is None:
-            faults.append(f"no module {module!r} here; there are {name_some(sorted(views))}")
+            faults.append(f"no module {in_short(module)} here; there are {name_some(sorted(views))}")
             continue
         for layer, each in by_layer.items():
             try:
                 landing = view.land(layer_name(layer))
             except CannotLand as error:
-                faults.append(f"{module}: {layer!r} cannot be verified: {error}")
+                faults.append(f"{module}: {in_short(layer)} cannot be verified: {error}")
                 continue
             if landing is None:
-                faults.append(f"{module}: unknown layer {layer!r}")
+                faults.append(f"{module}: unknown layer {in_short(layer)}")
             else:
                 dtype = view.weight(landing.targets[0].weight).dtype
                 own = partial(rows, module)

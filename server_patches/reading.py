@@ -14,9 +14,10 @@ from server_patches.states import EngineStates
 from sgld_lora_merge.adapter_file import read_adapter
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.engine import ModuleUpdate
-from sgld_lora_merge.errors import RequestError, in_short
+from sgld_lora_merge.errors import RequestError, in_short, name_some
 from sgld_lora_merge.families import Family, route, route_layers, routes_of
 from sgld_lora_merge.fingerprint import SentUpdates, payload_fingerprint
+from sgld_lora_merge.limits import check_name
 from sgld_lora_merge.pairs import pair_up
 from sgld_lora_merge.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.protocol import DEFAULT_MODULE
@@ -81,7 +82,11 @@ class Reading:
             ConflictError: the engine is asleep.
         """
         self._states.refuse_sleep()
-        return _named_tensors(req, clock, req.target_modules or [DEFAULT_MODULE])
+        named = _named_tensors(req, clock, req.target_modules or [DEFAULT_MODULE])
+        for tensors in named.values():
+            for name, _ in tensors:
+                check_name(name)
+        return named
 
     def _open(
         self, req: MergeReq, clock: Clock
@@ -159,7 +164,9 @@ def _own_place(req: MergeReq) -> int:
         for place, uuid in enumerate(uuids):
             if normalised_uuid(uuid) == own:
                 return place
-        raise RequestError(f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {uuids}")
+        raise RequestError(
+            f"no payload was exported from this worker's GPU {own}; payload_gpu_uuids has {name_some(uuids)}"
+        )
     if len(payloads) == 1:
         return 0
     world = get_world_group()

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeVar, overload
 import torch
 from pydantic_core import from_json
 
-from sgld_lora_merge.errors import RequestError, in_short
+from sgld_lora_merge.errors import Faults, RequestError, in_short, shape_in_short
+from sgld_lora_merge.limits import MOST_TENSORS, check_json, check_name
 
 ALIGNMENT = 16  # bytes; every dtype of a tensor can be viewed at such an offset, and a kernel can load 128 bits at once
 Entry = TypeVar("Entry")
@@ -33,7 +34,9 @@ DTYPES: dict[str, torch.dtype] = {
         "uint32", "uint64",
     )
 }  # fmt: skip
-LONGEST_REMEMBERED = 2**22  # characters of a layout that is kept for the next bucket
+LONGEST_REMEMBERED = 2**21  # characters of all layouts that are kept for the next buckets
+KEPT_LAYOUTS = 8
+MOST_REMEMBERED = 2**14  # their slots, which take ten times as much; a bucket of 720 layers has 1440
 
 
 @dataclass
@@ -148,6 +151,7 @@ def flatten(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[torch.Te
 
     Raises:
         ValueError: no tensors, or an empty one; it is named.
+        RequestError: a name that is longer than engines read.
     """
     tensors = list(named_tensors)
     if not tensors:
@@ -180,13 +184,37 @@ def entries_of(layout: object) -> Layout:
     """
     if not isinstance(layout, str):
         raise RequestError(f"layout is a {type(layout).__name__}, not JSON text")
-    return _slots(layout) if len(layout) <= LONGEST_REMEMBERED else _slots.__wrapped__(layout)
+    found = _layouts.get(layout)
+    if found is None:
+        found = _slots(layout)
+        _keep(layout, found)
+    return found
 
 
-@functools.lru_cache(maxsize=8)
+# Every update of a run has the same layouts. They are kept before the update is accepted; what is kept is bounded.
+_layouts: dict[str, Layout] = {}
+
+
+def _keep(text: str, layout: Layout) -> None:
+    """Keep a layout for the next bucket, in place of the oldest ones."""
+    if len(text) > LONGEST_REMEMBERED or len(layout.slots) > MOST_REMEMBERED:
+        return
+    while _layouts and (
+        len(_layouts) >= KEPT_LAYOUTS
+        or len(text) + sum(map(len, _layouts)) > LONGEST_REMEMBERED
+        or len(layout.slots) + sum(len(each.slots) for each in _layouts.values()) > MOST_REMEMBERED
+    ):
+        del _layouts[next(iter(_layouts))]
+    _layouts[text] = layout
+
+
 def _slots(layout: str) -> Layout:
+    check_json(layout, "the layout")
     try:
-        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in from_json(layout)]
+        found = from_json(layout)
+        if len(found) > MOST_TENSORS:
+            raise RequestError(f"the layout has {len(found)} entries, at most {MOST_TENSORS} are read")
+        rows = [(name, dtype, shape, start, stop) for name, dtype, shape, start, stop in found]
         entries = [BucketEntry(n, shape, dtype, start, stop, stop - start) for n, dtype, shape, start, stop in rows]
     except (ValueError, TypeError) as error:
         told = f"layout is not a JSON list of [name, dtype, shape, start_idx, end_idx]: {error}"
@@ -214,7 +242,7 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Layout) -> Se
         if entries.dtype is not None and fits and _is_aligned(flat, entries.dtype.itemsize):
             return Bucket(flat[: entries.stop], entries)
         slots = entries.slots
-        faults: list[str] = []
+        faults = Faults()
     elif not isinstance(entries, (list, tuple)) or not all(isinstance(entry, BucketEntry) for entry in entries):
         raise RequestError("metadata is not a list of FlattenedTensorMetadata")
     else:
@@ -232,44 +260,47 @@ def unflatten(flat: torch.Tensor, entries: Sequence[BucketEntry] | Layout) -> Se
     return tensors
 
 
-def _slots_of(entries: Sequence[BucketEntry]) -> tuple[tuple[Slot, ...], list[str]]:
+def _slots_of(entries: Sequence[BucketEntry]) -> tuple[tuple[Slot, ...], Faults]:
     """The slots of entries, and a sentence for every entry that is none or that overlaps another one."""
     slots, faults = _each(entries, _slot)
     last = None
     for slot in sorted((slot for slot in slots if slot.stop > slot.start), key=lambda slot: (slot.start, slot.stop)):
         if last is not None and slot.start < last.stop:
             mine, other = f"[{slot.start}, {slot.stop})", f"[{last.start}, {last.stop})"
-            faults.append(f"metadata of {slot.name!r}: {mine} overlaps {last.name!r}, {other}")
+            faults.append(f"metadata of {in_short(slot.name)}: {mine} overlaps {in_short(last.name)}, {other}")
         if last is None or slot.stop > last.stop:
             last = slot
     return tuple(slots), faults
 
 
-def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> tuple[list[Result], list[str]]:
+def _each(entries: Sequence[Entry], act: Callable[[Entry], Result]) -> tuple[list[Result], Faults]:
     """The results for those entries that have one, and a sentence for each of the others."""
-    results, faults = [], []
+    results, faults = [], Faults()
     for position, entry in enumerate(entries):
         try:
             results.append(act(entry))
-        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError, RequestError) as error:
             name = getattr(entry, "name", None)
-            faults.append(f"metadata of {repr(name) if isinstance(name, str) else f'entry {position}'}: {error}")
+            faults.append(f"metadata of {in_short(name) if isinstance(name, str) else f'entry {position}'}: {error}")
     return results, faults
 
 
 def _slot(entry: BucketEntry) -> Slot:
     if not isinstance(entry.name, str):
         raise TypeError(f"the name is a {type(entry.name).__name__}, not a string")
+    check_name(entry.name)
     dtype = _dtype(entry.dtype)
+    # before it is copied: entries may share one shape of any length
+    if isinstance(entry.shape, (list, tuple)) and len(entry.shape) > MAX_DIMENSIONS:
+        raise ValueError(f"the shape has {len(entry.shape)} dimensions, torch has at most {MAX_DIMENSIONS}")
     shape, start, stop = tuple(entry.shape), entry.start_idx, entry.end_idx
-    if len(shape) > MAX_DIMENSIONS:  # their product alone would take minutes
-        raise ValueError(f"the shape has {len(shape)} dimensions, torch has at most {MAX_DIMENSIONS}")
     for value in (*shape, start, stop):
         if not isinstance(value, int) or not 0 <= value < 2**63:
             raise ValueError("shape, start_idx and end_idx are to be integers from 0 that fit 64 bits")
     needed = math.prod(shape) * dtype.itemsize
     if stop - start != needed:
-        raise ValueError(f"shape {shape} of {dtype} takes {needed} bytes, [{start}, {stop}) has {stop - start}")
+        taken = f"shape {shape_in_short(shape)} of {dtype} takes {in_short(needed)} bytes"
+        raise ValueError(f"{taken}, [{start}, {stop}) has {stop - start}")
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]

@@ -1,11 +1,18 @@
-"""What can go wrong, as few classes: each one knows its HTTP status and the word it is counted under."""
+"""What can go wrong, as few classes: each one knows its HTTP status and the word it is counted under.
+
+Messages are limited here: a sender's names and values are shown with `in_short` and `name_some` alone, so that no
+message grows with what was sent.
+"""
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 SHOWN_FAULTS = 10
+LONGEST_SHOWN = 80  # characters of a name or a value in a message
+LONGEST_FAULT = 2000  # characters of one sentence
+MOST_FAULTS = 2**12  # sentences that are kept and counted; an update of all layers of a large model has fewer
 
 
 def summarise(faults: Sequence[str]) -> str:
@@ -16,16 +23,49 @@ def summarise(faults: Sequence[str]) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first ten names, then how many more there are."""
-    shown = ", ".join(names[:SHOWN_FAULTS])
+    """The first ten names, each cut to 80 characters, then how many more there are."""
+    shown = ", ".join(cut(name) for name in names[:SHOWN_FAULTS])
     hidden = len(names) - SHOWN_FAULTS
     return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
+def cut(text: str, longest: int = LONGEST_SHOWN) -> str:
+    """The text itself, or its first 80 characters and how many it has."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
 def in_short(value: object) -> str:
     """A plain value in few characters, anything else by its kind: containers may hold each other many times over."""
-    plain = value is None or type(value) in (str, bytes, int, float, bool)
-    return reprlib.repr(value) if plain else f"a {type(value).__name__}"
+    if isinstance(value, (str, bytes)):
+        shown = repr(value[:LONGEST_SHOWN])
+        return shown if len(value) <= LONGEST_SHOWN else f"{shown}... (length {len(value)})"
+    if type(value) is int and value.bit_length() > 256:  # Python prints no number of more than 4300 digits
+        return f"an integer of {value.bit_length()} bits"
+    plain = value is None or type(value) in (int, float, bool)
+    return repr(value) if plain else f"a {type(value).__name__}"
+
+
+def shape_in_short(shape: Sequence[int]) -> str:
+    """A shape, of which at most ten sizes are shown."""
+    if len(shape) <= SHOWN_FAULTS:
+        return str(tuple(shape))
+    return f"({', '.join(map(str, shape[:SHOWN_FAULTS]))}, ... {len(shape)} sizes)"
+
+
+class Faults(list[str]):
+    """Sentences of what is wrong with a request. It keeps so many as a large honest request may have, and no more."""
+
+    def __init__(self, faults: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.extend(faults)
+
+    def append(self, fault: str) -> None:
+        if len(self) < MOST_FAULTS:
+            super().append(cut(fault, LONGEST_FAULT))
+
+    def extend(self, faults: Iterable[str]) -> None:
+        for fault in islice(faults, MOST_FAULTS - len(self)):
+            self.append(fault)
 
 
 class LoraMergeError(Exception):
@@ -39,15 +79,16 @@ class RequestError(LoraMergeError):
     """The request or its tensors are wrong. Carries every fault that was found, not only the first one.
 
     Attributes:
-        faults: one sentence each; every one names the thing that is wrong and its value.
+        faults: one sentence each, at most 4096; every one names the thing that is wrong and its value.
     """
 
     status = 400
     reason = "request"
 
     def __init__(self, *faults: str) -> None:
-        super().__init__(summarise(faults))
-        self.faults = faults
+        kept = tuple(cut(fault, LONGEST_FAULT) for fault in faults[:MOST_FAULTS])
+        super().__init__(summarise(kept))
+        self.faults = kept
 
 
 class ConflictError(LoraMergeError):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sgld_lora_merge.errors import LoraMergeError, RequestError, summarise
+from sgld_lora_merge.errors import LoraMergeError, RequestError, in_short, summarise
 from sgld_lora_merge.pairs import layer_name
 
 CONFIGS = resources.files(__package__) / "configs"
@@ -124,8 +124,8 @@ def route(
     if refused:
         raise RequestError(
             *(
-                f"{name!r} belongs to module {routes[prefix]!r}, as every name with the prefix {prefix!r} does; the "
-                f"request names {', '.join(sorted(allowed or ()))} only"
+                f"{in_short(name)} belongs to module {routes[prefix]!r}, as every name with the prefix {prefix!r} does;"
+                f" the request names {', '.join(sorted(allowed or ()))} only"
                 for prefix, name in refused.items()
             )
         )
@@ -142,7 +142,7 @@ def route_layers(
     """
     routed = route({module: layers.items() for module, layers in by_module.items()}, routes, allowed)
     twice = [
-        f"{module} has two entries for layer {name!r}, one with the prefix of a route and one without"
+        f"{module} has two entries for layer {in_short(name)}, one with the prefix of a route and one without"
         for module, layers in routed.items()
         for name, count in Counter(name for name, _ in layers).items()
         if count > 1

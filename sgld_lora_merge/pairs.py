@@ -11,25 +11,28 @@ from typing import NamedTuple
 
 import torch
 
-from sgld_lora_merge.bucket import Bucket, Lazy, aligned
-from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.bucket import DTYPES, Bucket, Lazy, aligned
+from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some, shape_in_short
+from sgld_lora_merge.limits import check_name
 from sgld_lora_merge.precision import checked_scale, scale_of
 
 DIMENSIONS = range(2, 6)  # a linear layer's two, and up to three more for the kernel of a convolution
+ALPHA_DTYPES = {dtype for dtype in DTYPES.values() if not dtype.is_complex}
 PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LONGEST_REMEMBERED = 512  # characters of a name whose parts are kept for the next update
+LONGEST_REMEMBERED = 256  # characters of a name whose parts are kept for the next update
 WRAPPER_PREFIXES = ("base_model.model.", "diffusion_model.")  # PEFT's, and the one of the original checkpoints
 
 # <layer>.lora_A, or as diffusers and the original checkpoints write it: lora_down, lora.down; then adapter and .weight.
-_LORA_NAME = re.compile(r"(?P<layer>.+?)\.lora[_.](?P<side>[AB]|down|up)(?P<rest>(?:\..+)?)")
+# No pattern here looks further than a few characters from where it starts, so that it takes linear time.
+_SIDE = re.compile(r"\.lora[_.](A|B|down|up)(?=\..|\Z)")
 _SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 _ALPHA = "alpha"
 # Names that other trainers write and that must not be dropped in silence: pattern, what it is.
 _REFUSED_NAMES = (
     (re.compile(r"lora_magnitude_vector|\.dora_scale$"), "a DoRA magnitude; DoRA is not a low-rank update"),
-    (re.compile(r"\.lora_[AB](\..+)?\.bias$|\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
+    (re.compile(r"\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
     (re.compile(r"\.diff$|\.set_weight$"), "a full difference; send it as a full-weight update"),
-    (re.compile(r"\.lora_embedding_[AB](\..+)?$"), "of an nn.Embedding; linear layers and convolutions are merged"),
+    (re.compile(r"\.lora_embedding_[AB](\.|$)"), "of an nn.Embedding; linear layers and convolutions are merged"),
     (re.compile(r"^lora_te\d?_"), "of a text encoder in kohya format; send that module's layers under dotted names"),
 )  # fmt: skip
 
@@ -87,6 +90,7 @@ def parse_name(name: str) -> LoraName:
     Raises:
         RequestError: any other name; the message holds it, and says what it is where that is known.
     """
+    check_name(name)
     return _parsed(name) if len(name) <= LONGEST_REMEMBERED else _parsed.__wrapped__(name)
 
 
@@ -94,15 +98,15 @@ def parse_name(name: str) -> LoraName:
 def _parsed(name: str) -> LoraName:
     for pattern, kind in _REFUSED_NAMES:
         if pattern.search(name):
-            raise RequestError(f"{name!r} is {kind}")
+            raise RequestError(f"{in_short(name)} is {kind}")
     if name.endswith(".alpha"):
         return LoraName(layer_name(name.removesuffix(".alpha")), _ALPHA, "")
-    match = _LORA_NAME.fullmatch(name)
+    match = None if "\n" in name else _SIDE.search(name, 1)
     if match is None:
-        raise RequestError(f"{name!r} is not named <layer>.lora_A or <layer>.lora_B")
-    adapter = match["rest"].removeprefix(".")
+        raise RequestError(f"{in_short(name)} is not named <layer>.lora_A or <layer>.lora_B")
+    adapter = name[match.end() :].removeprefix(".")
     adapter = "" if adapter == "weight" else adapter.removesuffix(".weight")
-    return LoraName(layer_name(match["layer"]), _SIDES[match["side"]], adapter)
+    return LoraName(layer_name(name[: match.start()]), _SIDES[match[1]], adapter)
 
 
 def layer_name(name: str) -> str:
@@ -210,6 +214,7 @@ class _RememberedPairs(list[_Remembered]):
 # Every update of a run has the same names, shapes and scales; what was found of them holds for the next one.
 _remembered: dict[Hashable, _RememberedPairs] = {}
 REMEMBERED_FORMS = 8
+REMEMBERED_TENSORS = 2**14  # of all forms; they are kept before the update is accepted
 
 
 def _form(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> Hashable:
@@ -230,9 +235,13 @@ def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: 
     """Whether the form could be remembered."""
     places = {id(tensor): place for place, (_, tensor) in enumerate(named)}
     too_long = sum(len(name) for name, _ in named) > LONGEST_REMEMBERED * len(named)
-    if too_long or len(places) < len(named):  # one tensor under two names says nothing of the next request
+    too_many = len(named) > REMEMBERED_TENSORS
+    if too_long or too_many or len(places) < len(named):  # one tensor under two names says nothing of the next request
         return False
-    while len(_remembered) >= REMEMBERED_FORMS:
+    while _remembered and (
+        len(_remembered) >= REMEMBERED_FORMS
+        or len(named) + 2 * sum(map(len, _remembered.values())) > REMEMBERED_TENSORS
+    ):
         del _remembered[next(iter(_remembered))]
     found = (_Remembered(p.layer, places[id(p.a)], places[id(p.b)], p.scale) for p in pairs)
     _remembered[form] = _RememberedPairs(found)
@@ -241,7 +250,7 @@ def _remember(form: Hashable, named: Sequence[tuple[str, torch.Tensor]], pairs: 
 
 def _pair_up(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> tuple[Pairing, list[_Half]]:
     """All of `pair_up` that does not look at values, and the sides that it found."""
-    faults: list[str] = []
+    faults = Faults()
     halves, alphas = _group(named, faults)
     if unused := sorted(scaling.own_scales.keys() - halves.keys()):
         faults.append(f"layer_scaling names layers that have no pair: {name_some(unused)}")
@@ -275,15 +284,15 @@ class _Scaling(NamedTuple):
 
     def of(self, layer: str, rank: int, own_alpha: float | None) -> float:
         if layer in self.own_scales:
-            return checked_scale(self.own_scales[layer], f"layer_scaling of {layer!r}")
+            return checked_scale(self.own_scales[layer], f"layer_scaling of {in_short(layer)}")
         if own_alpha is not None:
-            return checked_scale(own_alpha / rank, f"the alpha entry {own_alpha} of {layer!r} over rank {rank}")
+            return checked_scale(own_alpha / rank, f"the alpha entry {own_alpha} of {in_short(layer)} over rank {rank}")
         if self.alpha is None and self.alpha_required:
             raise RequestError(
-                f"{layer!r} has no alpha: PEFT keeps it in adapter_config.json; add lora_alpha to the query"
+                f"{in_short(layer)} has no alpha: PEFT keeps it in adapter_config.json; add lora_alpha to the query"
             )
         if self.rank is not None and self.rank != rank:
-            raise RequestError(f"{layer!r} has rank {rank}, the request says lora_rank {self.rank}")
+            raise RequestError(f"{in_short(layer)} has rank {rank}, the request says lora_rank {self.rank}")
         return scale_of(self.alpha, rank)
 
 
@@ -298,7 +307,7 @@ def _group(
             parsed = parse_name(name)
             if parsed.side == _ALPHA:
                 if parsed.layer in alphas:
-                    raise RequestError(f"{name!r} is the second alpha entry of its layer")
+                    raise RequestError(f"{in_short(name)} is the second alpha entry of its layer")
                 alphas[parsed.layer] = _alpha(name, tensor)
                 continue
         except RequestError as error:
@@ -306,22 +315,23 @@ def _group(
             continue
         sides = halves.setdefault(parsed.layer, {})
         if parsed.side in sides:
-            faults.append(f"{name!r} and {sides[parsed.side].name!r} are the same lora_{parsed.side}")
+            faults.append(f"{in_short(name)} and {in_short(sides[parsed.side].name)} are the same lora_{parsed.side}")
         else:
             sides[parsed.side] = _Half(name, parsed.adapter, tensor)
         if tensor.dtype not in PAIR_DTYPES:
-            faults.append(f"{name!r} has dtype {tensor.dtype}; float32, bfloat16 and float16 are merged")
+            faults.append(f"{in_short(name)} has dtype {tensor.dtype}; float32, bfloat16 and float16 are merged")
         if tensor.dim() not in DIMENSIONS:
             told = f"lora_{parsed.side} has two dimensions, or a kernel besides"
-            faults.append(f"{name!r} has shape {tuple(tensor.shape)}; {told}")
+            faults.append(f"{in_short(name)} has shape {shape_in_short(tensor.shape)}; {told}")
         elif tensor.numel() == 0:
-            faults.append(f"{name!r} is empty: shape {tuple(tensor.shape)}")
+            faults.append(f"{in_short(name)} is empty: shape {shape_in_short(tensor.shape)}")
     return halves, alphas
 
 
 def _alpha(name: str, tensor: torch.Tensor) -> float:
-    if tensor.numel() != 1 or tensor.is_complex():
-        raise RequestError(f"{name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; an alpha is one number")
+    if tensor.numel() != 1 or tensor.dtype not in ALPHA_DTYPES:
+        shape = shape_in_short(tensor.shape)
+        raise RequestError(f"{in_short(name)} has shape {shape} and dtype {tensor.dtype}; an alpha is one number")
     return float(tensor)
 
 
@@ -329,10 +339,10 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int
     if len(sides) == 1:
         (present,) = sides
         missing = "B" if present == "A" else "A"
-        raise RequestError(f"{layer!r} has lora_{present} but no lora_{missing}")
+        raise RequestError(f"{in_short(layer)} has lora_{present} but no lora_{missing}")
     a, b = sides["A"], sides["B"]
     if a.adapter != b.adapter:
-        raise RequestError(f"{a.name!r} and {b.name!r} belong to different adapters")
+        raise RequestError(f"{in_short(a.name)} and {in_short(b.name)} belong to different adapters")
     if any(half.tensor.dim() not in DIMENSIONS or not half.tensor.numel() for half in (a, b)):
         raise RequestError()  # named where the tensors were grouped
     kernel = tuple(a.tensor.shape[2:])
@@ -344,17 +354,17 @@ def _make_pair(layer: str, sides: Mapping[str, _Half], scale: Callable[[str, int
         )
     if tuple(b.tensor.shape[2:]) != (1,) * len(kernel):
         raise RequestError(
-            f"{layer!r}: lora_B {tuple(b.tensor.shape)} does not fit lora_A {tuple(a.tensor.shape)}: it needs kernel "
-            f"{(1,) * len(kernel)}"
+            f"{in_short(layer)}: lora_B {tuple(b.tensor.shape)} does not fit lora_A {tuple(a.tensor.shape)}: it needs "
+            f"kernel {(1,) * len(kernel)}"
         )
     own_rank = a.tensor.shape[0]
     if b.tensor.shape[1] != own_rank:
         raise RequestError(
-            f"{layer!r}: lora_A {tuple(a.tensor.shape)} has rank {own_rank}, "
+            f"{in_short(layer)}: lora_A {tuple(a.tensor.shape)} has rank {own_rank}, "
             f"lora_B {tuple(b.tensor.shape)} has rank {b.tensor.shape[1]}"
         )
     if a.tensor.device != b.tensor.device:
-        raise RequestError(f"{layer!r}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
+        raise RequestError(f"{in_short(layer)}: lora_A is on {a.tensor.device}, lora_B on {b.tensor.device}")
     matrix_a, matrix_b = (half.tensor.flatten(1) if kernel else half.tensor for half in (a, b))
     return Pair(layer, matrix_a, matrix_b, scale(layer, own_rank), kernel=kernel)
 
@@ -380,7 +390,9 @@ def _non_finite(halves: Sequence[_Half]) -> list[str]:
     extremes = torch.stack([torch.stack(torch.aminmax(half.tensor)).float() for half in checked])
     finite = torch.isfinite(extremes).all(dim=1).tolist()
     return [
-        f"{half.name!r} holds NaN or infinite values" for half, good in zip(checked, finite, strict=True) if not good
+        f"{in_short(half.name)} holds NaN or infinite values"
+        for half, good in zip(checked, finite, strict=True)
+        if not good
     ]
 
 

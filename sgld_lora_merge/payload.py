@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from sgld_lora_merge.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
-from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.errors import Faults, RequestError, cut, in_short, name_some
+from sgld_lora_merge.limits import check_name
 from sgld_lora_merge.unpickler import PayloadReader, load
 
 FLATTENED_BUCKET = "flattened_bucket"
@@ -145,7 +146,7 @@ def decode(payload: str, reader: PayloadReader) -> object:
     try:
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(f"serialized_named_tensors is not base64: {error}") from error
+        raise RequestError(f"serialized_named_tensors is not base64: {cut(str(error))}") from error
     return load(data, reader)
 
 
@@ -165,11 +166,11 @@ def named_tensors(
     if not isinstance(content, dict):
         raise RequestError(f"the payload is a {type(content).__name__}, not a dict of modules")
     names = [str(name) for name in content]
-    faults = [
-        f"the payload has nothing for module {name!r}; it has {name_some(names)}"
+    faults = Faults(
+        f"the payload has nothing for module {in_short(name)}; it has {name_some(names)}"
         for name in modules
         if name not in content and name not in routed
-    ]
+    )
     if extra := [name for name in names if name not in modules]:
         faults.append(f"the payload has modules that target_modules does not name: {name_some(extra)}")
     if faults:
@@ -199,12 +200,17 @@ def _read_list(content: object) -> NamedTensors:
         raise RequestError('the payload holds a dict; did you mean load_format "flattened_bucket"?')
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"the payload holds a {type(content).__name__}, not a list of (name, tensor)")
-    faults = []
+    faults = Faults()
     for position, item in enumerate(content):
         if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[0], str):
             faults.append(f"the payload's list has an item that is not (name, tensor): number {position}")
-        elif not isinstance(item[1], torch.Tensor):
-            faults.append(f"{item[0]!r} is a {type(item[1]).__name__}, not a tensor")
+            continue
+        if not isinstance(item[1], torch.Tensor):
+            faults.append(f"{in_short(item[0])} is a {type(item[1]).__name__}, not a tensor")
+        try:
+            check_name(item[0])
+        except RequestError as error:
+            faults.extend(error.faults)
     if faults:
         raise RequestError(*faults)
     return [(name, tensor) for name, tensor in content]
@@ -226,5 +232,5 @@ def cuda_device_index(uuid: str) -> int:
         if normalised_uuid(candidate) == normalised_uuid(uuid):
             return index
     raise RequestError(
-        f"the payload was exported from GPU {uuid}, which this worker does not see; it sees {seen or 'none'}"
+        f"the payload was exported from GPU {cut(uuid)}, which this worker does not see; it sees {seen or 'none'}"
     )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Strict, ValidationError
+from pydantic_core import PydanticCustomError, from_json
 
 from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.errors import SHOWN_FAULTS, LoraMergeError, RequestError, cut, in_short, summarise
+from sgld_lora_merge.limits import (
+    LONGEST_LABEL,
+    LONGEST_NAME,
+    MOST_LAYERS,
+    MOST_MODULES,
+    MOST_PAYLOADS,
+    MOST_SAMPLES,
+    check_json,
+)
 from sgld_lora_merge.payload import FLATTENED_BUCKET
 
 LORA_MERGE = "lora_merge"
@@ -17,6 +28,75 @@ DEFAULT_MODULE = "transformer"
 
 MergeMode = Literal["merge", "dynamic", "mixed"]
 Model = TypeVar("Model", bound=BaseModel)
+
+
+LONGEST_FINGERPRINT = 48 * MOST_MODULES  # characters of one payload's
+_BEYOND_LIMIT = "beyond_limit"  # the type of pydantic errors that are answered with 400
+Value = TypeVar("Value")
+
+
+def _label(text: str) -> str:
+    """Check that a text is short and printable: it comes back in answers, headers and log lines."""
+    if len(text) > LONGEST_LABEL:
+        told = "has {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": LONGEST_LABEL})
+    if not text.isprintable():
+        raise PydanticCustomError(_BEYOND_LIMIT, "has a character that cannot be printed")
+    return text
+
+
+def _fingerprint(text: str) -> str:
+    """Check the length of a payload's fingerprint: one for each of its modules."""
+    if len(text) > LONGEST_FINGERPRINT:
+        told = "has {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": LONGEST_FINGERPRINT})
+    return text
+
+
+def _at_most(count: int, what: str) -> Callable[[Value], Value]:
+    """Check the length of a list or an object before any of its items is looked at: each wrong one makes an error."""
+
+    def check(value: Value) -> Value:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            told = "has {length} " + what + ", at most {most} are allowed"
+            raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(value), "most": count})
+        return value
+
+    return check
+
+
+def _short_names(layers: dict[str, Value]) -> dict[str, Value]:
+    """Check the lengths of layer names."""
+    for name in layers:
+        _short_name(name)
+    return layers
+
+
+def _short_name(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        told = "has a layer name of {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(name), "most": LONGEST_NAME})
+    return name
+
+
+class _FirstFault(FailFast):
+    """Stop at the first wrong item of a list. pydantic's own cannot be hashed, as a part of a union must be."""
+
+    __hash__ = object.__hash__
+
+
+Label = Annotated[str, AfterValidator(_label)]
+_Labels = Annotated[list[Label], _FirstFault(), BeforeValidator(_at_most(MOST_MODULES, "entries"))]
+_Payloads = Annotated[list[str], _FirstFault(), BeforeValidator(_at_most(MOST_PAYLOADS, "payloads"))]
+_Uuids = Annotated[list[Label], _FirstFault(), BeforeValidator(_at_most(MOST_PAYLOADS, "entries"))]
+_Fingerprints = Annotated[
+    list[Annotated[str, AfterValidator(_fingerprint)]],
+    _FirstFault(),
+    BeforeValidator(_at_most(MOST_PAYLOADS, "entries")),
+]
+_few_modules = BeforeValidator(_at_most(MOST_MODULES, "modules"))
+_few_layers = BeforeValidator(_at_most(MOST_LAYERS, "layers"))
+_Scales = Annotated[dict[str, float], _few_layers, AfterValidator(_short_names)]
 
 
 class FieldTypeError(LoraMergeError):
@@ -31,43 +111,42 @@ class UpdateRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    serialized_named_tensors: list[str] = Field(
+    serialized_named_tensors: _Payloads = Field(
         description="One base64 payload per rank; one for all only with a single worker or with CPU tensors."
     )
-    payload_gpu_uuids: list[str] | None = Field(
+    payload_gpu_uuids: _Uuids | None = Field(
         None, description="The physical GPU each payload was exported from; a worker takes its own GPU's payload."
     )
-    load_format: str | None = Field(
+    load_format: Label | None = Field(
         None, description='"flattened_bucket", or null for a list of (name, tensor) per module.'
     )
-    target_modules: list[str] | None = Field(
+    target_modules: _Labels | None = Field(
         None,
         description='Pipeline modules; default ["transformer"]. A tensor is for the module whose list it is in, or for '
         "that of its name's prefix where the model family has routes.",
     )
-    weight_update_mode: str | None = Field(
+    weight_update_mode: Label | None = Field(
         None, description='"lora_merge", or null for the engine\'s own full-weight update.'
     )
     lora_alpha: float | None = Field(None, description="Scale is alpha / rank; null means alpha = rank.")
     lora_rank: int | None = Field(
         None, description="Must be the rank of every pair without an entry in layer_scaling; null checks nothing."
     )
-    weight_version: str | None = Field(None, description="Recorded when the update is live, reported by the status.")
-    update_id: str | None = Field(
+    weight_version: Label | None = Field(None, description="Recorded when the update is live, reported by the status.")
+    update_id: Label | None = Field(
         None, description="Names the update, which is then each target module's whole adapter."
     )
     bucket_index: int | None = Field(None, description="Place of this bucket in its update, from 0.")
     num_buckets: int | None = Field(None, description="Buckets of the update over all its modules.")
     commit: bool | None = Field(None, description="false: stay staged until POST /lora_merge/commit.")
-    layer_scaling: dict[str, dict[str, float]] | None = Field(
+    layer_scaling: Annotated[dict[Label, _Scales], _few_modules] | None = Field(
         None, description="module -> layer prefix -> the whole scale of that layer, in place of alpha / rank."
     )
     allow_partial: bool | None = Field(None, description="Leave out unknown layers and report them as skipped.")
-    adapter: str | None = Field(
+    adapter: Label | None = Field(
         None, description="Which adapter of its modules this is; null is the default one. All of them add up."
     )
-
-    payload_fingerprint: list[str] | None = Field(
+    payload_fingerprint: _Fingerprints | None = Field(
         None,
         description="One fingerprint per payload, of its buckets' bytes, to be compared with those that are opened.",
     )
@@ -87,15 +166,15 @@ class UploadQuery(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    target_module: str | None = Field(None, description="The only module that the file is for.")
+    target_module: Label | None = Field(None, description="The only module that the file is for.")
     lora_alpha: float | None = Field(None, description="Needed where the file has neither alphas nor layer_scaling.")
     lora_rank: int | None = Field(
         None, description="Must be the rank of every pair without a scale of its own; null checks nothing."
     )
-    weight_version: str | None = Field(None, description="Recorded when the update is live, reported by the status.")
-    update_id: str | None = Field(None, description="Names the update; the same upload again gets the same answer.")
+    weight_version: Label | None = Field(None, description="Recorded when the update is live, reported by the status.")
+    update_id: Label | None = Field(None, description="Names the update; the same upload again gets the same answer.")
     commit: bool | None = Field(None, description="false: stay staged until POST /lora_merge/commit.")
-    adapter: str = Field(DEFAULT_ADAPTER, description="Which adapter of its modules this is.")
+    adapter: Label = Field(DEFAULT_ADAPTER, description="Which adapter of its modules this is.")
 
 
 class ResetRequest(BaseModel):
@@ -103,8 +182,8 @@ class ResetRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    target_modules: list[str] | None = Field(None, description="Only these modules; null means all.")
-    adapter: str | None = Field(None, description="Take out this adapter only, and leave the others.")
+    target_modules: _Labels | None = Field(None, description="Only these modules; null means all.")
+    adapter: Label | None = Field(None, description="Take out this adapter only, and leave the others.")
 
 
 class RollbackRequest(BaseModel):
@@ -117,15 +196,23 @@ class RollbackRequest(BaseModel):
 _Sample = Annotated[tuple[int, int, float, float], Strict(False)]
 
 
+_Samples = Annotated[list[_Sample], _FirstFault(), BeforeValidator(_at_most(MOST_SAMPLES, "samples"))]
+
+
 class LayerExpectation(BaseModel):
     """What one layer's weight should be: exactly one of the two."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    sha256: str | None = Field(None, description="sglang's checksum of the whole unsharded, contiguous weight.")
-    samples: list[_Sample] | None = Field(
+    sha256: Label | None = Field(None, description="sglang's checksum of the whole unsharded, contiguous weight.")
+    samples: _Samples | None = Field(
         None, description="[row, column, value, ulps]: elements of the whole weight, and how far off they may be."
     )
+
+
+_Expectation = Annotated[LayerExpectation, BeforeValidator(_at_most(len(LayerExpectation.model_fields), "fields"))]
+_Expectations = Annotated[dict[str, _Expectation], _few_layers, AfterValidator(_short_names)]
+_LayerNames = Annotated[list[Annotated[str, AfterValidator(_short_name)]], _FirstFault(), _few_layers]
 
 
 class VerifyRequest(BaseModel):
@@ -133,7 +220,7 @@ class VerifyRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    modules: dict[str, dict[str, LayerExpectation]] = Field(
+    modules: Annotated[dict[Label, _Expectations], _few_modules] = Field(
         description="module -> layer prefix -> what its weight should be, either sha256 or samples."
     )
     weights: Literal["live", "base"] = Field(
@@ -146,7 +233,7 @@ class ResolveRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    modules: dict[str, list[str]] = Field(description="module -> layer prefixes.")
+    modules: Annotated[dict[Label, _LayerNames], _few_modules] = Field(description="module -> layer prefixes.")
 
 
 class TransactionRequest(BaseModel):
@@ -154,7 +241,7 @@ class TransactionRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    update_id: str = Field(description="Of an update that is staged.")
+    update_id: Label = Field(description="Of an update that is staged.")
 
 
 class ModuleAnswer(BaseModel):
@@ -210,8 +297,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """A JSON object; NaN and Infinity are read, so that the check of the field can name them.
 
     Raises:
-        RequestError: not JSON, or not an object.
+        RequestError: not JSON, or not an object; or it has more parts than a body of its length may have.
     """
+    check_json(body, "the body")
     try:
         fields = from_json(body, allow_inf_nan=True)
     except ValueError as error:
@@ -222,22 +310,26 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def parse_fields(model: type[Model], fields: dict[str, Any]) -> tuple[Model, list[str]]:
-    """The typed request, and the names of fields that the contract does not know.
+    """The typed request, and the names of fields that the contract does not know: ten, each cut to 80 characters.
 
     Raises:
         FieldTypeError: fields of a wrong type, all of them.
-        RequestError: a required field is missing.
+        RequestError: a required field is missing, or one is longer than it may be.
     """
     known = {name: value for name, value in fields.items() if name in model.model_fields and value is not None}
     try:
         request = model.model_validate(known)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        problems = error.errors(include_url=False, include_context=False)
         missing = [str(p["loc"][0]) for p in problems if p["type"] == "missing"]
         if missing:
             raise RequestError(*(f"{name} is required" for name in missing)) from error
-        raise FieldTypeError("; ".join(_describe(problem) for problem in problems)) from error
-    return request, sorted(fields.keys() - model.model_fields.keys())
+        told = [_describe(problem) for problem in problems]
+        if any(problem["type"] == _BEYOND_LIMIT for problem in problems):
+            raise RequestError(*told) from None
+        raise FieldTypeError(summarise(told)) from None  # pydantic's own error holds all of the input
+    unknown = heapq.nsmallest(SHOWN_FAULTS, fields.keys() - model.model_fields.keys())
+    return request, [cut(name) for name in unknown]
 
 
 def check_update(request: UpdateRequest) -> None:
@@ -250,13 +342,13 @@ def check_update(request: UpdateRequest) -> None:
     if not request.serialized_named_tensors:
         faults.append("serialized_named_tensors is empty")
     if request.weight_update_mode not in (None, LORA_MERGE):
-        faults.append(f'weight_update_mode {request.weight_update_mode!r} is unknown; "{LORA_MERGE}" or null')
+        faults.append(f'weight_update_mode {in_short(request.weight_update_mode)} is unknown; "{LORA_MERGE}" or null')
     if request.load_format not in (None, FLATTENED_BUCKET):
-        faults.append(f'load_format {request.load_format!r} is unknown; "{FLATTENED_BUCKET}" or null')
+        faults.append(f'load_format {in_short(request.load_format)} is unknown; "{FLATTENED_BUCKET}" or null')
     if not request.modules:
         faults.append("target_modules is empty")
     if len(set(request.modules)) != len(request.modules):
-        faults.append(f"target_modules names a module twice: {request.modules}")
+        faults.append(f"target_modules names a module twice: {request.modules[:SHOWN_FAULTS]}")
     faults.extend(_scaling_faults(request))
     uuids = request.payload_gpu_uuids
     if uuids is not None and len(uuids) != len(request.serialized_named_tensors):
@@ -273,7 +365,7 @@ def check_update(request: UpdateRequest) -> None:
                 f"{len(request.serialized_named_tensors)} payloads"
             )
     if extra := sorted((request.layer_scaling or {}).keys() - set(request.modules)):
-        faults.append(f"layer_scaling has modules that target_modules does not name: {extra}")
+        faults.append(f"layer_scaling has modules that target_modules does not name: {extra[:SHOWN_FAULTS]}")
     if request.weight_update_mode is None:
         new = ("update_id", "bucket_index", "num_buckets", "commit", "layer_scaling", "allow_partial", "adapter")
         faults.extend(
@@ -313,7 +405,7 @@ def _scaling_faults(request: UpdateRequest | UploadQuery) -> list[str]:
     if request.lora_alpha is not None and not math.isfinite(request.lora_alpha):
         faults.append(f"lora_alpha is {request.lora_alpha}; a finite number is needed")
     if request.lora_rank is not None and request.lora_rank < 1:
-        faults.append(f"lora_rank is {request.lora_rank}; it is at least 1")
+        faults.append(f"lora_rank is {in_short(request.lora_rank)}; it is at least 1")
     return faults
 
 
@@ -327,14 +419,13 @@ def _transaction_faults(request: UpdateRequest) -> list[str]:
         if request.update_id is None:
             faults.append("bucket_index and num_buckets need an update_id")
         if request.num_buckets < 1:
-            faults.append(f"num_buckets is {request.num_buckets}; it is at least 1")
+            faults.append(f"num_buckets is {in_short(request.num_buckets)}; it is at least 1")
         elif not 0 <= request.bucket_index < request.num_buckets:
-            faults.append(f"bucket_index {request.bucket_index} is outside 0 to {request.num_buckets - 1}")
+            shown = f"{in_short(request.bucket_index)} is outside 0 to {in_short(request.num_buckets - 1)}"
+            faults.append(f"bucket_index {shown}")
     return [*faults, *_commit_faults(request)]
 
 
 def _describe(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    value = repr(problem["input"])
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{where}: {problem['msg']}, got {shown}"
+    where = ".".join(cut(str(part)) for part in problem["loc"])
+    return f"{where}: {problem['msg']}, got {in_short(problem['input'])}"

@@ -8,33 +8,33 @@ and takes gigabytes for a large memo index.
 It works in two phases. Unpickling builds descriptions only; when the whole payload has turned out to be sound, its
 handles are opened and the descriptions become tensors. A payload that is refused for what it says was never opened.
 
-Neither memory nor time may grow beyond what the payload's bytes and its storages account for: parts that are named
-again and again are paid for each time, and no tensor is larger than its storage.
+Neither memory nor time may grow beyond what the payload's bytes and its storages account for: every object is charged
+against the memory that the payload may take (`limits.Memory`) when its opcode is read, again for each copy, and each
+time that it is named; and no tensor is larger than its storage.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import math
-import mmap
-import os
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from torch.multiprocessing import reductions
 
 from sgld_lora_merge.bucket import DTYPES, MAX_DIMENSIONS, BucketEntry
-from sgld_lora_merge.errors import RequestError, in_short
+from sgld_lora_merge.cuda_export import check_export
+from sgld_lora_merge.errors import RequestError, cut, in_short, name_some, shape_in_short
+from sgld_lora_merge.limits import ENTRY_NBYTES, MOST_OPCODES, TENSOR_NBYTES, Memory
+from sgld_lora_merge.shared_memory import SegmentOpener
 
 _MAX_INT = 2**63 - 1
 _MAX_DEPTH = 6  # of containers in a payload: modules, bucket, list, pair, tensor
-_MAX_COPIES = 4  # parts copied for each byte of a payload; pickles that name no part twice stay below 2
 _MAX_VIEWS = 4  # bytes of tensors for each byte of storages; more than 1 where tensors are tied
 _MAX_SOCKET_PATH = 107  # bytes, sun_path of a Unix socket without its end
 # What torch itself exports, so that no other socket is connected to and no other object is mapped.
@@ -67,9 +67,10 @@ def load(data: bytes, reader: PayloadReader) -> object:
             cannot be opened. Nothing of the payload was executed.
     """
     try:
-        described = _Unpickler(data, reader).load()
-        checked = _walk(described, _Checker(), _MAX_DEPTH, _Budget(len(data)))
-        return _walk(checked, _Opener(reader), _MAX_DEPTH, _Budget(len(data)))
+        memory = Memory(len(data))
+        described = _Unpickler(data, reader, memory).load()
+        checked = _walk(described, _Checker(memory), _MAX_DEPTH, _Copies(len(data), memory))
+        return _walk(checked, _Opener(reader), _MAX_DEPTH, _Copies(len(data), memory))
     except RequestError:
         raise
     except KeyError as error:
@@ -77,7 +78,9 @@ def load(data: bytes, reader: PayloadReader) -> object:
     except MemoryError:
         raise RequestError("the payload asks for more memory than there is") from None
     except Exception as error:  # unpickling hostile bytes can end in any exception
-        raise RequestError(f"the payload is not a readable pickle: {type(error).__name__}: {error}") from error
+        raise RequestError(
+            f"the payload is not a readable pickle: {type(error).__name__}: {cut(str(error))}"
+        ) from error
 
 
 # What unpickling builds
@@ -147,15 +150,25 @@ class _Descriptor:
     """Stands for multiprocessing's class of a file descriptor."""
 
 
-_OPCODES = (
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
-    "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "GLOBAL",
-    "STACK_GLOBAL", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE",
-)  # fmt: skip
+# Opcode -> bytes of memory that it takes at most with CPython 3.11: its object, the object's place on the stack, and
+# what containers take to grow. Texts and bytes take their own length besides, and that was sent.
+_OPCODES = {
+    "PROTO": 0, "STOP": 0, "MARK": 80, "NONE": 9, "NEWTRUE": 9, "NEWFALSE": 9, "BININT": 48, "BININT1": 9,
+    "BININT2": 48, "LONG1": 64, "BINFLOAT": 40, "BINBYTES": 64, "SHORT_BINBYTES": 64, "BINBYTES8": 64,
+    "EMPTY_DICT": 89, "EMPTY_LIST": 81, "EMPTY_TUPLE": 9, "TUPLE": 64, "TUPLE1": 73, "TUPLE2": 73, "TUPLE3": 81,
+    "APPEND": 40, "APPENDS": 40, "GLOBAL": 105, "STACK_GLOBAL": 105, "BINGET": 9, "LONG_BINGET": 9, "BINPUT": 124,
+    "LONG_BINPUT": 124, "MEMOIZE": 124,
+}  # fmt: skip
+_TEXT_OPCODES = {"BINUNICODE": 80, "SHORT_BINUNICODE": 80, "BINUNICODE8": 80}
+_CALL_NBYTES = 200  # REDUCE, NEWOBJ: the description of a tensor or a storage, or an entry
+_FIELD_NBYTES = 100  # an item of a dict
+_DICT_NBYTES = 240  # of a dict that has an item
+_PART_NBYTES = 24  # a part of a sequence that a call copies
+_STREAM_NBYTES = 2**16  # all that the pickles in front of an inline storage may take
 
 
-_TEXTS = (pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8)
+def _code(name: str) -> int:
+    return cast(int, getattr(pickle, name)[0])
 
 
 def _strict_text(opcode: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -173,14 +186,44 @@ class _Unpickler(pickle._Unpickler):
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, data: bytes, reader: PayloadReader) -> None:
-        super().__init__(io.BytesIO(data))
-        self._reader = reader
-        self._copies = _Budget(_MAX_COPIES * len(data))
+    def __init__(self, data: bytes, reader: PayloadReader, memory: Memory) -> None:
+        file = io.BytesIO(data)
+        super().__init__(file)
+        self._file = file
+        self._memory = memory
+        self._cuda_tensor = functools.partial(_cuda_tensor, reader)
+
+    def load(self) -> Any:
+        """Run the opcodes, each of which is charged before it is run.
+
+        Frames are not kept apart: their bytes follow each other in the payload, which is in memory.
+        """
+        self.read, self.readline = self._file.read, self._file.readline
+        self.metastack: list[Any] = []
+        self.stack = []
+        self.append = self.stack.append
+        self.proto = 0
+        dispatch, costs, memory, read = self.dispatch, _COSTS, self._memory, self._file.read
+        try:
+            for _ in range(MOST_OPCODES):
+                if not (key := read(1)):
+                    raise EOFError("it ends without STOP")
+                opcode = key[0]
+                memory.left -= costs[opcode]
+                if memory.left < 0:
+                    raise memory.exceeded()
+                dispatch[opcode](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]  # as Python's own loop ends
+            return stop.value
+        raise RequestError(f"the payload has more than {MOST_OPCODES} opcodes")
+
+    def _skip_frame(self) -> None:
+        """FRAME: its length tells nothing that is needed."""
+        self.read(8)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CUDA_EXPORTS:
-            return functools.partial(_cuda_tensor, self._reader)
+            return self._cuda_tensor
         found = _ALLOWED.get((module, name))
         if found is None:
             raise RequestError(f"the payload names {module}.{name}, which is outside the allow-list")
@@ -191,9 +234,17 @@ class _Unpickler(pickle._Unpickler):
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple:
             raise RequestError("the payload calls something without a tuple of arguments")
-        sized = [len(part) for part in arguments if type(part) in (str, bytes, tuple, list)]
-        self._copies.spend(len(arguments) + sum(sized))
-        self.append(function(*arguments))
+        for part in arguments:
+            if type(part) in (str, bytes):
+                self._memory.spend(len(part))
+            elif type(part) in (tuple, list):
+                self._memory.spend(_PART_NBYTES * len(part))
+        made = function(*arguments)
+        if type(made) is dict:
+            self._memory.spend(_DICT_NBYTES + _FIELD_NBYTES * len(made))
+        elif type(made) is _Tensor:
+            self._memory.spend(2 * _PART_NBYTES * len(made.size))
+        self.append(made)
 
     def _make(self) -> None:
         """NEWOBJ: of a class, only the two that pickles of ours and of sglang's instantiate."""
@@ -209,13 +260,16 @@ class _Unpickler(pickle._Unpickler):
         state, entry = self.stack.pop(), self.stack[-1]
         if type(entry) is not _Entry or type(state) is not dict:
             raise RequestError(f"the payload sets attributes of a {type(entry).__name__}")
-        self._copies.spend(len(state))
+        if unknown := sorted(state.keys() - _ENTRY_FIELDS):
+            raise RequestError(f"bucket metadata has fields that are unknown: {name_some(unknown)}")
+        self._memory.spend(_DICT_NBYTES)
         vars(entry).update(state)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or not all(type(key) is str for key in items[::2]):
             raise RequestError("a dict in the payload has keys that are not names")
+        self._memory.spend((0 if target else _DICT_NBYTES) + _FIELD_NBYTES * (len(items) // 2))
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _set_item(self) -> None:
@@ -226,14 +280,22 @@ class _Unpickler(pickle._Unpickler):
         self._set_items(self.pop_mark())
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {
-        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _OPCODES)},
-        **{code[0]: _strict_text(pickle._Unpickler.dispatch[code[0]]) for code in _TEXTS},
+        **{code: pickle._Unpickler.dispatch[code] for code in map(_code, _OPCODES)},
+        **{code: _strict_text(pickle._Unpickler.dispatch[code]) for code in map(_code, _TEXT_OPCODES)},
+        pickle.FRAME[0]: _skip_frame,
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _make,
         pickle.BUILD[0]: _give_fields,
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_marked_items,
     }
+
+
+_COSTS = [0] * 256
+for _name, _cost in (_OPCODES | _TEXT_OPCODES).items():
+    _COSTS[_code(_name)] = _cost
+for _code_called in (pickle.REDUCE[0], pickle.NEWOBJ[0], pickle.BINPERSID[0]):
+    _COSTS[_code_called] = _CALL_NBYTES
 
 
 def _count(value: object) -> int:
@@ -262,12 +324,16 @@ def _check_extent(size: tuple[int, ...], stride: tuple[int, ...], offset: int, i
     a stride of 0 makes a tensor of any size from one element.
     """
     if len(size) != len(stride):
-        raise RequestError(f"shape {size} and stride {stride} differ in length")
+        raise RequestError(f"shape {shape_in_short(size)} and stride {shape_in_short(stride)} differ in length")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if all(size) else offset - 1
     if (last + 1) * itemsize > nbytes:
-        raise RequestError(f"shape {size} at {offset} needs {(last + 1) * itemsize} bytes, its storage has {nbytes}")
+        shown = in_short((last + 1) * itemsize)
+        raise RequestError(f"shape {shape_in_short(size)} at {offset} needs {shown} bytes, its storage has {nbytes}")
     if math.prod(size) * itemsize > nbytes:
-        raise RequestError(f"shape {size} with stride {stride} repeats elements of a storage of {nbytes} bytes")
+        raise RequestError(
+            f"shape {shape_in_short(size)} with stride {shape_in_short(stride)} repeats elements of a storage of "
+            f"{nbytes} bytes"
+        )
 
 
 def _cuda_tensor(reader: PayloadReader, *arguments: object) -> _CudaTensor:
@@ -283,10 +349,11 @@ def _cuda_tensor(reader: PayloadReader, *arguments: object) -> _CudaTensor:
     size, stride, offset, dtype = _size(size), _size(stride), _count(offset), _dtype(dtype)
     _check_extent(size, stride, offset, dtype.itemsize, _count(nbytes))
     index = reader.device_index(device) if isinstance(device, str) else _count(device)
+    check_export(handle, _count(nbytes), _count(storage_offset), *event)
     # torch's own function reads them, with classes of our choosing
     return _CudaTensor(
         (torch.Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, index, handle, nbytes,
-         _count(storage_offset), False, *event)
+         storage_offset, False, *event)
     )  # fmt: skip
 
 
@@ -348,7 +415,8 @@ class _StorageStream(_Unpickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super(_Unpickler, self).__init__(stream)
-        self._copies = _Budget(0)  # they call nothing
+        self._file = stream
+        self._memory = Memory(0, _STREAM_NBYTES)
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = _STORAGES.get((module, name))
@@ -453,59 +521,76 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 # What checking and opening make of it
 
-_SHARED_MEMORY = "/dev/shm/"
-_COUNT_NBYTES = 64  # in front of the content, with the count of those that have it open
 _LEAVES = (str, bytes, int, float, bool, torch.dtype, type(None))
 _ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
 
-class _Budget:
-    """How many parts a payload may have or copy, by its bytes. Containers in each other would have no end."""
+class _Copies:
+    """How many parts a copy of a payload may have, by its bytes, and what they take.
 
-    def __init__(self, parts: int) -> None:
+    Containers in each other would have no end. Where nothing is held twice, each part has a byte of its own.
+    """
+
+    def __init__(self, parts: int, memory: Memory) -> None:
         self._left = parts
+        self._memory = memory
 
-    def spend(self, parts: int = 1) -> None:
-        self._left -= parts
+    def spend(self, nbytes: int) -> None:
+        self._left -= 1
         if self._left < 0:
             raise RequestError("the payload's parts hold each other, or are named too often")
+        self._memory.spend(nbytes)
 
 
-def _walk(content: object, leaf: Callable[[object], object], depth: int, budget: _Budget) -> object:
+def _walk(content: object, leaf: Callable[[object], object], depth: int, copies: _Copies) -> object:
     """The content with everything but dicts, lists and tuples replaced by ``leaf`` of it."""
-    budget.spend()
     if type(content) not in (dict, list, tuple):
+        copies.spend(8)
         return leaf(content)
     if depth == 0:
         raise RequestError(f"the payload nests more than {_MAX_DEPTH} containers")
     if isinstance(content, dict):
-        return {key: _walk(value, leaf, depth - 1, budget) for key, value in content.items()}
+        copies.spend(_DICT_NBYTES + _FIELD_NBYTES * len(content))
+        return {key: _walk(value, leaf, depth - 1, copies) for key, value in content.items()}
     assert isinstance(content, (list, tuple))
-    return type(content)([_walk(value, leaf, depth - 1, budget) for value in content])
+    copies.spend(72)
+    return type(content)([_walk(value, leaf, depth - 1, copies) for value in content])
 
 
 class _Checker:
     """Metadata entries whole, descriptions of tensors and plain values as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._viewed = self._stored = 0  # bytes
-        self._seen: set[int] = set()
+        self._seen: dict[int | bytes, int] = {}  # storage -> bytes
 
     def __call__(self, part: object) -> object:
         if isinstance(part, _Entry):
             if vars(part).keys() != _ENTRY_FIELDS:
                 raise RequestError(f"bucket metadata has the fields {sorted(vars(part))}, not {sorted(_ENTRY_FIELDS)}")
+            self._memory.spend(ENTRY_NBYTES)
             return BucketEntry(**vars(part))
         if isinstance(part, _Tensor):
             self._viewed += part.nbytes
-            if id(part.typed) not in self._seen:
-                self._seen.add(id(part.typed))
-                self._stored += part.typed.storage.nbytes
+            self._memory.spend(TENSOR_NBYTES)
+            storage = part.typed.storage
+            key = storage.handle if isinstance(storage, _SharedMemory) else id(part.typed)
+            if key not in self._seen:
+                self._seen[key] = storage.nbytes
+                self._stored += storage.nbytes
+            elif self._seen[key] != storage.nbytes:
+                raise RequestError(
+                    f"{in_short(key)} is named with {storage.nbytes} bytes and with {self._seen[key]}: shared memory "
+                    "has one length"
+                )
             if self._viewed > _MAX_VIEWS * self._stored:
                 raise RequestError(
                     f"the payload's tensors have {self._viewed} bytes, many times those they are views of"
                 )
-        elif not isinstance(part, (_CudaTensor, *_LEAVES)):
+        elif isinstance(part, _CudaTensor):
+            self._memory.spend(TENSOR_NBYTES)
+        elif not isinstance(part, _LEAVES):
             raise RequestError(f"the payload holds a {type(part).__name__}, not tensors")
         return part
 
@@ -516,6 +601,7 @@ class _Opener:
     def __init__(self, reader: PayloadReader) -> None:
         self._reader = reader
         self._storages: dict[int, torch.storage.TypedStorage] = {}
+        self._segments = SegmentOpener(releases=reader.releases)
 
     def __call__(self, part: object) -> object:
         if isinstance(part, _CudaTensor):
@@ -525,53 +611,19 @@ class _Opener:
             return part
         storage = self._storages.get(id(part.typed))
         if storage is None:
-            storage = self._storages[id(part.typed)] = _open_storage(part.typed, self._reader)
+            storage = self._storages[id(part.typed)] = self._open_storage(part.typed)
         nbytes = storage._untyped_storage.nbytes()
         _check_extent(part.size, part.stride, part.offset, storage.dtype.itemsize, nbytes)
         return torch._utils._rebuild_tensor(storage, part.offset, part.size, part.stride)
 
-
-def _open_storage(typed: _Typed, reader: PayloadReader) -> torch.storage.TypedStorage:
-    match typed.storage:
-        case _SharedMemory():
-            untyped = _open_shared_memory(typed.storage, reader)
-        case _Inline(data):
-            untyped = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
-        case _:
-            untyped = torch.UntypedStorage(0)
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=typed.dtype, _internal=True)
-
-
-def _open_shared_memory(storage: _SharedMemory, reader: PayloadReader) -> torch.UntypedStorage:
-    name = os.fsdecode(storage.handle)
-    with contextlib.suppress(OSError, ValueError):
-        size = os.stat(_SHARED_MEMORY + name.removeprefix("/")).st_size
-        if size < storage.nbytes:  # torch would grow it
-            raise RequestError(f"shared memory {name!r} has {size} bytes, the payload claims {storage.nbytes}")
-    reader.opened = True
-    try:
-        opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_filename_cpu(*storage)
-    except RuntimeError as error:
-        raise RequestError(
-            f"shared memory {name!r} cannot be opened; it is gone, or its sender is on another machine: {error}"
-        ) from error
-    if reader.releases:
-        opened._shared_decref()
-    return _mapped_apart(_SHARED_MEMORY + name.removeprefix("/"), opened)
-
-
-def _mapped_apart(path: str, opened: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same memory, mapped without torch, where that can be done.
-
-    What torch has opened it reports to the sender's manager of shared memory when it is freed, and where that one was
-    killed meanwhile the report ends this process ("terminate called ... Broken pipe"). So it is freed at once.
-    """
-    try:
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        same = torch.frombuffer(memory, dtype=torch.uint8, offset=_COUNT_NBYTES, count=opened.nbytes())
-    except (OSError, ValueError):
-        return opened
-    start = slice(0, _COUNT_NBYTES)
-    known = torch.equal(same[start], torch.empty(0, dtype=torch.uint8).set_(opened)[start])
-    return same.untyped_storage() if known else opened
+    def _open_storage(self, typed: _Typed) -> torch.storage.TypedStorage:
+        match typed.storage:
+            case _SharedMemory():
+                self._segments.check(*typed.storage)
+                self._reader.opened = True
+                untyped = self._segments.open(*typed.storage)
+            case _Inline(data):
+                untyped = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+            case _:
+                untyped = torch.UntypedStorage(0)
+        return torch.storage.TypedStorage(wrap_storage=untyped, dtype=typed.dtype, _internal=True)

@@ -112,7 +112,7 @@ def inline(content: Any, protocol: int) -> bytes:
 def exports() -> list[bytes]:
     """Handles as torch writes them, of a GPU and of shared memory that is gone; and what else the allow-list has."""
     extent = map(value, ((2, 4), (4, 1), 0))
-    handle = map(value, ("GPU-1", b"handle", 64, 0, False, b"counter", 0, b"event", False))
+    handle = map(value, ("GPU-1", b"\3c" + bytes(64), 64, 0, False, b"/torch_1_2_3", 0, bytes(64), False))
     gpu = named("torch", "Tensor"), *extent, named("torch.storage", "TypedStorage"), named("torch", "float32"), *handle
     data = call(REDUCTIONS, "rebuild_cuda_tensor", *gpu)
     parameter = call("torch._utils", "_rebuild_parameter", data, value(False), call("collections", "OrderedDict"))

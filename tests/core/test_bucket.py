@@ -361,7 +361,7 @@ def test_what_a_layout_says_is_checked_as_metadata_is():
 
 
 def test_a_very_long_layout_is_read_and_not_kept():
-    rows = [[f"{index:0100000}", "float32", [1], 16 * index, 16 * index + 4] for index in range(50)]
+    rows = [[f"{index:0200}", "float32", [1], 16 * index, 16 * index + 4] for index in range(20_000)]
 
     entries = entries_of(json.dumps(rows))
 

@@ -296,7 +296,15 @@ def test_the_answer_has_the_fields_of_the_contract():
         "merge_precision": "fp32",
         "base_store": "host",
         "rounding_loss": 0.0105,
-        "modules": {"transformer": {"layers": 720, "rounding_loss": 0.0105, "merge_mode": "merge"}},
+        "modules": {
+            "transformer": {
+                "layers": 720,
+                "rounding_loss": 0.0105,
+                "merge_mode": "merge",
+                "kept": 0,
+                "versions": {},
+            }  # fmt: skip
+        },
         "payload_opened": [True],
         "timings_ms": {"total": 1.0},
     }

@@ -3,12 +3,16 @@
 The pickles are put together from opcodes, so that they hold what no pickler would write.
 """
 
+import gc
 import io
 import os
 import pickle
+import re
+import struct
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -624,6 +628,16 @@ def test_a_long_name_of_a_shared_memory_manager_does_not_crash_the_worker(tmp_pa
     assert outcome_of(data, tmp_path) == "refused"
 
 
+def test_a_short_payload_of_lists_in_each_other_is_refused_at_once():
+    """Case of the fuzz target: 1.5 kB that took 1.3 s, as long as the parts were bounded by memory alone."""
+    lists = b"]r" + struct.pack("<I", 0)
+    for level in range(5):
+        lists += b"](" + (b"j" + struct.pack("<I", level)) * 60 + b"er" + struct.pack("<I", level + 1)
+    started = time.process_time()
+    assert "hold each other" in refusal(pickled(lists))
+    assert time.process_time() - started < 1
+
+
 def test_containers_that_refer_to_each_other_do_not_hang_the_worker(tmp_path):
     """Five lists, each of which holds the next one sixty times: 60^5 items for whoever walks them all."""
     lists = b"]q\x00"
@@ -672,6 +686,79 @@ def test_shared_memory_is_not_grown_by_a_payload_that_claims_more():
     assert os.stat(file).st_size == before
 
 
+def test_shared_memory_64_bytes_short_is_refused_and_not_grown():
+    """torch has 64 bytes in front of the content, and would enlarge a file that lacks them."""
+    manager, handle, size = shared_memory(torch.arange(8.0))
+    file = Path("/dev/shm") / handle.decode().removeprefix("/")
+    os.truncate(file, size)
+
+    assert f"has {size} bytes, the payload claims {size} and 64" in refusal(
+        pickled(shared_tensor(value(manager), value(handle), value(size)))
+    )
+    assert os.stat(file).st_size == size
+
+
+def test_shared_memory_that_is_not_really_there_is_refused():
+    """Reading a sparse file allocates its pages."""
+    manager, handle, _ = shared_memory(torch.arange(8.0))
+    file = Path("/dev/shm") / handle.decode().removeprefix("/")
+    os.truncate(file, 2**40 + 64)
+    before = os.stat(file).st_blocks
+
+    assert "is sparse: the payload claims 1099511627776 bytes" in refusal(
+        pickled(shared_tensor(value(manager), value(handle), value(2**40)))
+    )
+    assert os.stat(file).st_blocks == before
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_shared_memory_is_a_file_of_its_own_name(kind):
+    manager, handle, size = shared_memory(torch.arange(8.0))
+    file = Path("/dev/shm") / "torch_1_2_4"
+    if kind == "link":
+        file.symlink_to(handle.decode().removeprefix("/"))
+    else:
+        file.mkdir()
+    try:
+        assert "cannot be opened" in refusal(
+            pickled(shared_tensor(value(manager), value(b"/torch_1_2_4"), value(size)))
+        )
+    finally:
+        (file.unlink if kind == "link" else file.rmdir)()
+
+
+def mappings(handle):
+    return Path("/proc/self/maps").read_text().count(handle.decode())
+
+
+def test_shared_memory_under_many_names_is_mapped_once():
+    tensor = torch.arange(8.0)
+    manager, handle, size = shared_memory(tensor)
+    for _ in range(3):
+        tensor.untyped_storage()._shared_incref()
+    before = mappings(handle)
+
+    tensors = load(
+        pickled(tuple_of(*[shared_tensor(value(manager), value(handle), value(size))] * 4)), PayloadReader(no_gpu)
+    )
+
+    assert all(torch.equal(each, torch.arange(8.0)) for each in tensors)
+    assert mappings(handle) == before + 1
+    assert len({each.data_ptr() for each in tensors}) == 1
+    file = Path("/dev/shm") / handle.decode().removeprefix("/")
+    assert file.exists()
+    del tensor
+    gc.collect()
+    assert not file.exists(), "each reference that the sender had counted was released"
+    assert torch.equal(tensors[0], torch.arange(8.0))
+
+
+def test_shared_memory_of_two_lengths_is_refused():
+    manager, handle, size = shared_memory(torch.arange(8.0))
+    two = [shared_tensor(value(manager), value(handle), value(each), (4,)) for each in (size, 16)]
+    assert "shared memory has one length" in refusal(pickled(tuple_of(*two)))
+
+
 def test_a_tensor_beyond_its_shared_memory_is_refused_before_that_is_opened():
     manager, handle, size = shared_memory(torch.arange(8.0))
 
@@ -711,11 +798,16 @@ def test_one_cpu_payload_may_be_shared_by_workers():
 # CUDA exports; none of these needs a GPU
 
 
+MEMORY = b"\x03c" + bytes(range(64))
+COUNTER = b"/torch_1_2_3"
+EVENT = bytes(range(64))
+
+
 def cuda_export(**changed):
     arguments = {
         "cls": "torch.Tensor", "size": (4,), "stride": (1,), "offset": 0, "storage": "TypedStorage",
-        "dtype": torch.float32, "device": "GPU-1", "handle": b"handle", "nbytes": 16, "storage_offset": 0,
-        "requires_grad": False, "counter": b"counter", "counter_offset": 0, "event": b"event", "sync": True,
+        "dtype": torch.float32, "device": "GPU-1", "handle": MEMORY, "nbytes": 16, "storage_offset": 0,
+        "requires_grad": False, "counter": COUNTER, "counter_offset": 0, "event": EVENT, "sync": True,
     }  # fmt: skip
     return pickled(call(REDUCTIONS, "rebuild_cuda_tensor", *map(value, (arguments | changed).values())))
 
@@ -737,7 +829,7 @@ def test_a_cuda_export_is_opened_on_the_gpu_with_its_uuid(opened):
     (arguments,) = opened
     assert arguments[6] == 3
     assert arguments[:6] == (torch.Tensor, (4,), (1,), 0, torch.storage.TypedStorage, torch.float32)
-    assert arguments[7:] == (b"handle", 16, 0, False, b"counter", 0, b"event", True)
+    assert arguments[7:] == (MEMORY, 16, 0, False, COUNTER, 0, EVENT, True)
     assert reader.opened
 
 
@@ -808,6 +900,95 @@ def test_a_cuda_export_with_wrong_arguments_is_refused_before_it_is_opened(opene
 
     assert opened == []
     assert not reader.opened
+
+
+def expandable(version=2, process=7, page=2**21, pages=1, each=4):
+    return bytes([version]) + b"e" + struct.pack("<i4xQQ", process, page, pages) + bytes(each * min(pages, 8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"handle": None}, "without a handle has 16 bytes"),
+        ({"handle": "text"}, "handle is 'text', not bytes"),
+        ({"handle": b""}, "which torch does not write"),
+        ({"handle": MEMORY[:-1]}, "which torch does not write"),
+        ({"handle": MEMORY + b"x"}, "which torch does not write"),
+        ({"handle": b"\x03x" + MEMORY[2:]}, "which torch does not write"),
+        ({"handle": b"\x03e" + bytes(8)}, "which torch does not write"),
+        ({"handle": expandable(process=0)}, "is of process 0"),
+        ({"handle": expandable(process=-1)}, "is of process -1"),
+        ({"handle": expandable(pages=2**60)}, "for 1152921504606846976 pages"),
+        ({"handle": expandable(each=5)}, "has 31 bytes for 1 pages"),
+        ({"handle": expandable(page=8)}, "claims 16 bytes of an expandable segment of 1 pages of 8 bytes"),
+        ({"handle": expandable(page=2**60)}, "of an expandable segment"),
+        ({"handle": expandable(), "storage_offset": 2**21}, "claims 2097168 bytes of an expandable segment"),
+        ({"storage_offset": 2**44}, "more than any GPU has"),
+        ({"storage_offset": -1}, "not a size"),
+        ({"storage_offset": None}, "not a size"),
+        ({"nbytes": 2**62}, "more than any GPU has"),
+        ({"counter": None}, "counter is None, which is no name of torch's"),
+        ({"counter": "/torch_1_2_3"}, "which is no name of torch's"),
+        ({"counter": b"/sgld_lora_upload_x"}, "which is no name of torch's"),
+        ({"counter": b"/torch_1_2_3/../x"}, "which is no name of torch's"),
+        ({"counter": b"/torch_1_2_3\n"}, "which is no name of torch's"),
+        ({"counter": b"/torch_1_" + b"2" * 100}, "which is no name of torch's"),
+        ({"counter_offset": 10_000}, "number 10000, outside 0 to 9999"),
+        ({"counter_offset": 2**40}, "outside 0 to 9999"),
+        ({"counter_offset": -1}, "outside 0 to 9999"),
+        ({"counter_offset": True}, "outside 0 to 9999"),
+        ({"counter_offset": None}, "outside 0 to 9999"),
+        ({"event": None}, "event is None, not a handle of 64 bytes"),
+        ({"event": EVENT[1:]}, "not a handle of 64 bytes"),
+        ({"event": EVENT.decode("latin1")}, "not a handle of 64 bytes"),
+        ({"sync": 1}, "last argument is 1, not true or false"),
+        ({"sync": None}, "last argument is None, not true or false"),
+    ],
+)
+def test_what_torch_would_trust_in_a_cuda_export_is_checked_before_torch_is_called(opened, changed, words):
+    reader = PayloadReader(lambda uuid: 0)
+
+    with pytest.raises(RequestError, match=re.escape(words)):
+        load(cuda_export(**changed), reader)
+
+    assert opened == []
+    assert not reader.opened
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"handle": bytes(64)},
+        {"handle": b"\x02c" + bytes(64)},
+        {"handle": expandable()},
+        {"handle": expandable(pages=3, each=64)},
+        {"handle": expandable(version=3, pages=2) + bytes(8)},
+        {"counter": b"/torch_1_2", "counter_offset": 9999},
+        {"sync": False},
+        {"handle": None, "nbytes": 0, "size": (0,), "counter": None, "event": None, "sync": None},
+    ],
+    ids=["old torch", "torch 2.12", "pages", "fabric", "pages of a later torch", "old counter", "no event", "empty"],
+)
+def test_what_torch_writes_in_a_cuda_export_is_opened(opened, changed):
+    load(cuda_export(**changed), PayloadReader(lambda uuid: 0))
+
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize(("nbytes", "taken"), [(8 * 10_000 + 64, True), (8 * 10_000, False), (96, False)])
+def test_a_counter_is_in_a_file_of_counters(opened, nbytes, taken):
+    """torch deletes a file whose count it takes for zero."""
+    file = Path("/dev/shm/torch_1_2_5")
+    file.write_bytes(bytes(nbytes))
+    try:
+        if taken:
+            load(cuda_export(counter=b"/torch_1_2_5"), PayloadReader(lambda uuid: 0))
+        else:
+            with pytest.raises(RequestError, match=f"of {nbytes} bytes, which is no file of counters"):
+                load(cuda_export(counter=b"/torch_1_2_5"), PayloadReader(lambda uuid: 0))
+    finally:
+        file.unlink()
+    assert len(opened) == taken
 
 
 def test_a_stock_trainers_name_of_a_cuda_export_leads_to_the_reader_too(opened):

@@ -6,13 +6,14 @@ import base64
 import json
 import os
 import pickle
+import time
 
 import pytest
 import torch
 
 from sgld_lora_merge.bucket import flatten
 from sgld_lora_merge.payload import encode
-from support import lora
+from support import floods, lora
 
 LAYER = "layers.0.attention.to_q"
 
@@ -121,6 +122,13 @@ CASES = {
     "bucket_index out of range": (
         lambda a: {"update": a, "update_id": "x", "bucket_index": 1, "num_buckets": 1}, 400, "outside 0 to 0"),
     "commit false without update_id": (lambda a: {"update": a, "commit": False}, 400, "needs an update_id"),
+    "a name of 144 kB": (
+        lambda a: {"payload": [encode({"transformer": [("a" + ".lora_A.x" * 16_000 + "\n", torch.ones(4, 4))]})],
+                   "load_format": None}, 400, "at most 512 are read"),
+    "numbers for payloads": (lambda a: {"update": a, "serialized_named_tensors": [1] * 250_000}, 400,
+                             "has 250000 payloads, at most 1024 are allowed"),
+    "a long version": (lambda a: {"update": a, "weight_version": "7" * 200_000}, 400, "has 200000 characters"),
+    "a version of two lines": (lambda a: {"update": a, "weight_version": "7\nforged"}, 400, "cannot be printed"),
     "update_id for full weights": (
         lambda a: {"update": a, "weight_update_mode": None, "update_id": "x"}, 400, "update_id belongs to"),
 }  # fmt: skip
@@ -151,6 +159,33 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(zimage_session, served
     assert "Nothing was changed" in message
     assert answer.json()["success"] is False
     assert isinstance(answer.json()["payload_opened"], list)
+    assert (zimage_session.checksum(), zimage_session.server.image()) == served
+
+
+FLOODS = [
+    "opcode b']'", "opcode b'\\x94'", "list of b']'", "20,000 items of one name of 100 kB, no tensors", "one list",
+    "entries of one long name", "one tensor as many pairs", "layout of []", "a name that asks a pattern much",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("nbytes", [500_000, 2**23])
+def test_a_flood_is_refused_while_no_process_grows_by_more_than_it_may(zimage_session, served, flood, nbytes):
+    data = floods.PICKLES[flood](nbytes)
+    body = zimage_session.fields(zimage_session.adapter(), serialized_named_tensors=[base64.b64encode(data).decode()])
+    if not flood.startswith(("entries", "layout")):
+        del body["load_format"]
+    own = zimage_session.server.rss_bytes()
+    for pid in own:
+        floods.forget_peak(pid)
+    started = time.monotonic()
+    answer = zimage_session.send(body)
+    seconds = time.monotonic() - started
+    assert answer.status_code == 400, answer.text
+    assert len(answer.content) < 4000
+    assert seconds < 8, "2 s are promised, on a machine that has nothing else to do"
+    grown = {pid: floods.peak(pid) - before for pid, before in own.items()}
+    assert max(grown.values()) <= max(2**26, 8 * len(json.dumps(body))), grown
     assert (zimage_session.checksum(), zimage_session.server.image()) == served
 
 
