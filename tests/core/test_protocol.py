@@ -303,7 +303,7 @@ def test_the_answer_has_the_fields_of_the_contract():
                 "merge_mode": "merge",
                 "kept": 0,
                 "versions": {},
-            }  # fmt: skip
+            }
         },
         "payload_opened": [True],
         "timings_ms": {"total": 1.0},
