@@ -158,12 +158,14 @@ class Versions:
 
     def after(self, plan: ModulePlan, version: str | None) -> Versions:
         """Once a plan is live: the layers that it names have the version, the others keep theirs."""
-        written = dict.fromkeys(plan.layers, version) if plan.adapter is not None else {}
-        layers = {}
-        for name, adapter in plan.after.items():
-            mine, before = (written if name == plan.adapter else {}), self.layers.get(name, {})
-            there = {placed.pair.layer for placed in adapter.values()}
-            layers[name] = {layer: mine[layer] if layer in mine else before.get(layer) for layer in there}
+        layers = {name: self.layers.get(name, {}) for name in plan.after}
+        if plan.adapter is not None:
+            written = dict.fromkeys(plan.layers, version)
+            if not plan.whole:
+                there = {placed.pair.layer for placed in plan.after[plan.adapter].values()}
+                kept = {layer: each for layer, each in layers[plan.adapter].items() if layer in there}
+                written = kept | written
+            layers[plan.adapter] = written
         return Versions(None, layers)
 
 

@@ -140,13 +140,13 @@ def test_no_two_engines_of_a_machine_get_the_same_ports():
 def test_ports_that_somebody_listens_on_are_not_given_out(monkeypatch):
     import socket
 
-    monkeypatch.setattr(ports, "LOWEST", 31000)
-    monkeypatch.setattr(ports, "HIGHEST", 31009)
+    monkeypatch.setattr(ports, "LOWEST", 32500)  # above the ports of the engines of other tests
+    monkeypatch.setattr(ports, "HIGHEST", 32509)
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 31002))
+        other.bind(("127.0.0.1", 32502))
         other.listen()
         block = ports.Ports(4)
-        assert block.first == 31004
+        assert block.first == 32504
         with pytest.raises(LoraMergeError, match="no 4 consecutive ports"):
             ports.Ports(4)
     block.close()
