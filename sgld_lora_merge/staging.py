@@ -108,11 +108,14 @@ class Ledger:
     def __init__(self) -> None:
         self.updates: OrderedDict[str, NamedUpdate] = OrderedDict()
         self._after_rollback: list[tuple[NamedUpdate, str]] = []  # what a rollback of the last step makes of updates
+        self._begun: str | None = None  # the update that was accepted last
+        self._nbytes = 0  # of all answers that are kept
 
     @property
     def open_id(self) -> str | None:
-        """The update that has begun and is neither live nor abandoned."""
-        return next((name for name, update in reversed(self.updates.items()) if update.is_open), None)
+        """The update that has begun and is neither live nor abandoned: the last one that was accepted, or none."""
+        update = None if self._begun is None else self.updates.get(self._begun)
+        return self._begun if update is not None and update.is_open else None
 
     def is_live(self, update_id: str) -> bool:
         return update_id in self.updates and self.updates[update_id].state == "live"
@@ -162,11 +165,15 @@ class Ledger:
         if (other := self.abandons(bucket)) is not None:
             self.abandon(other, f"update {bucket.update_id!r} was begun before it was complete")
         update = self.updates.setdefault(bucket.update_id, NamedUpdate(bucket.count, bucket.terms))
-        update.keep(bucket.index, bucket.digest, answer)
-        update.state, update.hold = state, update.hold or bucket.hold
-        nbytes = sum(each.nbytes for each in self.updates.values())
-        while len(self.updates) > KEPT_UPDATES or (nbytes > KEPT_NBYTES and len(self.updates) > 1):
-            nbytes -= self.updates.popitem(last=False)[1].nbytes
+        self._keep(update, bucket.index, bucket.digest, answer)
+        update.state, update.hold, self._begun = state, update.hold or bucket.hold, bucket.update_id
+        while len(self.updates) > KEPT_UPDATES or (self._nbytes > KEPT_NBYTES and len(self.updates) > 1):
+            self._nbytes -= self.updates.popitem(last=False)[1].nbytes
+
+    def _keep(self, update: NamedUpdate, index: int, digest: str, answer: dict[str, Any]) -> None:
+        before = update.nbytes
+        update.keep(index, digest, answer)
+        self._nbytes += update.nbytes - before
 
     def to_commit(self, update_id: str) -> dict[str, Any] | None:
         """The answer that the commit of this update got before, or None for a complete one that waits for it.
@@ -184,7 +191,7 @@ class Ledger:
     def committed(self, update_id: str, answer: dict[str, Any]) -> None:
         update = self.updates[update_id]
         update.state = "live"
-        update.keep(COMMIT, "", answer)
+        self._keep(update, COMMIT, "", answer)
 
     def step(
         self, modules: Collection[str], ended: str | None, update_id: str | None = None, adapter: str | None = None
