@@ -37,9 +37,7 @@ Value = TypeVar("Value")
 
 def _label(text: str) -> str:
     """Check that a text is short and printable: it comes back in answers, headers and log lines."""
-    if len(text) > LONGEST_LABEL:
-        told = "has {length} characters, at most {most} are allowed"
-        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": LONGEST_LABEL})
+    _check_length(text, LONGEST_LABEL)
     if not text.isprintable():
         raise PydanticCustomError(_BEYOND_LIMIT, "has a character that cannot be printed")
     return text
@@ -47,10 +45,14 @@ def _label(text: str) -> str:
 
 def _fingerprint(text: str) -> str:
     """Check the length of a payload's fingerprint: one for each of its modules."""
-    if len(text) > LONGEST_FINGERPRINT:
-        told = "has {length} characters, at most {most} are allowed"
-        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": LONGEST_FINGERPRINT})
+    _check_length(text, LONGEST_FINGERPRINT)
     return text
+
+
+def _check_length(text: str, most: int) -> None:
+    if len(text) > most:
+        told = "has {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": most})
 
 
 def _at_most(count: int, what: str) -> Callable[[Value], Value]:
