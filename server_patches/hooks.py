@@ -67,7 +67,7 @@ def base_weights_change(original: Callable[..., Any], module: Any, *args: Any, *
 
 
 def update_in_worker(original: Callable[..., tuple[bool, str]], gpu_worker: Any, req: Any) -> tuple[bool, str]:
-    """Where code in the worker's own process asks for an update."""
+    """Work on an update that code in the worker's own process asks for, as on one by HTTP."""
     if _worker is None:
         return original(gpu_worker, req)
     output = _worker.handle_stock([req]).output
@@ -75,7 +75,7 @@ def update_in_worker(original: Callable[..., tuple[bool, str]], gpu_worker: Any,
 
 
 def refuse_own_merge(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """sglang's own merge is never run: it wraps layers, and what it merges would be taken for the base."""
+    """Refuse sglang's own merge: it wraps layers, and what it merges would be taken for the base."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if given.get("weight_update_mode") is None:
         return original(*args, **kwargs)

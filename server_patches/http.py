@@ -178,7 +178,7 @@ class MergeRoutes:
             logger.warning("the workers' LoRA merge state is not known: %s", printable(str(error), 2000))
 
     def _follow_base(self, output: dict[str, Any]) -> None:
-        """Where nothing is merged any more no update is live, whoever has seen to that."""
+        """End the live updates of modules that hold no adapter any more, whatever took it out."""
         self.record.ledger.base_is_live([name for name, each in output["snapshot"].items() if not each["adapters"]])
 
     async def _look(self) -> None:

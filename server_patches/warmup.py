@@ -30,11 +30,11 @@ def _compile(device: torch.device, precision: Precision, weights: Collection[tor
     started = time.monotonic()
     try:
         torch.cuda.set_device(device)
-        fingerprint_of(torch.zeros(1, device=device))
         for weight in weights:
             for pair in PAIR_DTYPES:
                 for rank in RANKS:
                     compile_ahead(device, precision, weight, pair, rank)
+        fingerprint_of(torch.zeros(1, device=device))  # last: every update merges, not every one is fingerprinted
     except Exception as error:  # the first update will tell, if it is not better then
         logger.warning("the merge kernel was not compiled ahead: %s", error)
     else:

@@ -149,8 +149,9 @@ class Versions:
     @property
     def named_counts(self) -> dict[str, int]:
         """`counts` for people and JSON, sorted; empty where no layer has a version."""
-        named = {UNNAMED if version is None else version: count for version, count in self.counts.items()}
-        return {} if named.keys() <= {UNNAMED} else dict(sorted(named.items()))
+        if self.counts.keys() <= {None}:
+            return {}
+        return dict(sorted((UNNAMED if version is None else version, n) for version, n in self.counts.items()))
 
     def layers_beside(self, plan: ModulePlan) -> int:
         """How many live layers a settled plan did not name, over all adapters; 0 where the plan is no update."""
