@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed-$(SGLANG)
 EXTRA := $(wildcard requirements/engine-cpu-$(SGLANG).txt)
 BIN := $(VENV)/bin
 SECONDS ?= 240
-ENGINE_TESTS := tests/core/test_payload_sglang.py tests/patches tests/server
+ENGINE_TESTS := tests/core/wire/test_payload_sglang.py tests/patches tests/server
 
 .PHONY: help install install-locked demo demo-sync test test-engine test-matrix check docs fuzz schema audit licences clean
 

@@ -21,7 +21,7 @@ import torch
 
 import support  # noqa: F401  # peft and diffusers import torchvision, which needs help beside a CPU build of torch
 from benchmarks.inventories import models
-from sgld_lora_merge.families import load_families
+from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
 from sgld_lora_merge.trainer.model import read_adapter, read_layers
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from sgld_lora_merge.kernels import MergeJob, Term
-from sgld_lora_merge.kernels import triton as kernel
-from sgld_lora_merge.targets import Span
+from sgld_lora_merge.merge.kernels import MergeJob, Term
+from sgld_lora_merge.merge.kernels import grouped as kernel
+from sgld_lora_merge.merge.targets import Span
 
 Shapes = Iterable[tuple[int, int, int]]  # (layers, rows, columns)
 

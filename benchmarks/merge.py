@@ -24,10 +24,10 @@ import triton
 
 from benchmarks.inventories import PATH
 from benchmarks.measure import copy_bandwidth, floor_of, graph_of, jobs_of, launches_of, milliseconds
-from sgld_lora_merge.base_store import host_copies
-from sgld_lora_merge.kernels import MergeJob
-from sgld_lora_merge.kernels import triton as kernel
-from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.base_store import host_copies
+from sgld_lora_merge.merge.kernels import MergeJob
+from sgld_lora_merge.merge.kernels import grouped as kernel
 
 B16, F32 = torch.bfloat16, torch.float32
 CASES = (

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from benchmarks.measure import copy_bandwidth, floor_of, graph_of, jobs_of, launches_of, milliseconds
-from sgld_lora_merge.kernels import MergeJob, triton_tiles
-from sgld_lora_merge.kernels import triton as kernel
-from sgld_lora_merge.kernels.triton import Launch, Variant
-from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.kernels import MergeJob, tiles
+from sgld_lora_merge.merge.kernels import grouped as kernel
+from sgld_lora_merge.merge.kernels.grouped import Launch, Variant
 
 B16, F32 = torch.bfloat16, torch.float32
 QWEN = ((120, 3072, 3072), (30, 12288, 3072), (30, 3072, 12288))  # a quarter of Qwen-Image: 3.4 B parameters
@@ -93,7 +93,7 @@ def use_product(name: str) -> None:
             result = (w + delta.to(tl.float32)).to(dtype)
             return result, result.to(tl.float32)
 
-        triton_tiles._rounded, triton_tiles._eager_sum = rounded, eager_sum
+        tiles._rounded, tiles._eager_sum = rounded, eager_sum
     elif name != "split":
 
         @triton.jit
@@ -105,7 +105,7 @@ def use_product(name: str) -> None:
             return tl.dot(b, a, product, input_precision=PRECISION)  # noqa: F821
 
         product.__globals__["PRECISION"] = tl.constexpr(name)
-        triton_tiles._planes, triton_tiles._product = planes, product
+        tiles._planes, tiles._product = planes, product
 
 
 def use_launch(case: Case, variant: Variant, launch: Launch) -> None:

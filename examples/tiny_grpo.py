@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import nn
 
 from examples.digits import Reader, checkpoint, reader, velocity
-from sgld_lora_merge.precision import PRECISION_VARIABLE
+from sgld_lora_merge.adapter.precision import PRECISION_VARIABLE
 from sgld_lora_merge.trainer import HttpTransport, add_lora_arguments, select_weight_sync, validate_lora_arguments
 from support import server
 

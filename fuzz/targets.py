@@ -1,7 +1,7 @@
 """What reads a caller's bytes, as functions of bytes that raise for nothing but a fault of ours: another error than a
 refusal, or more time or memory than so many bytes may take.
 
-`tests/core/test_parsing_properties.py` gives them mutations of the same seeds for a few seconds.
+`tests/core/wire/test_parsing_properties.py` gives them mutations of the same seeds for a few seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from pydantic_core import from_json
 from safetensors.torch import save
 
-from sgld_lora_merge.adapter_file import LAYER_SCALING, read_adapter
-from sgld_lora_merge.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.adapter.file import LAYER_SCALING, read_adapter
+from sgld_lora_merge.adapter.pairs import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
-from sgld_lora_merge.pairs import pair_up
-from sgld_lora_merge.payload import FLATTENED_BUCKET, named_tensors
-from sgld_lora_merge.protocol import (
+from sgld_lora_merge.wire.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
+from sgld_lora_merge.wire.schema import (
     ResetRequest,
     TransactionRequest,
     UpdateRequest,
@@ -35,7 +35,7 @@ from sgld_lora_merge.protocol import (
     parse_fields,
     parse_json,
 )
-from sgld_lora_merge.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import PayloadReader, load
 from support import hostile
 from support.floods import BODIES, FILES, PICKLES, bounded
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sgld_lora_merge.fingerprint import SentUpdates
+from sgld_lora_merge.merge.fingerprint import SentUpdates
 
 
 class Clock:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server_patches.compat import SUPPORTED
 from server_patches.endpoints import Endpoint, every_route, matched_endpoint, name_of, request_for
-from server_patches.journal import Entry, line
+from server_patches.request_log import Entry, line
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sgld_lora_merge.errors import LoraMergeError
 
 if TYPE_CHECKING:
-    from server_patches.http import MergeRoutes
+    from server_patches.routes import MergeRoutes
     from server_patches.worker import MergeWorker
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def stop(sentence: str) -> NoReturn:
 
 def add_routes(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
     global _routes
-    from server_patches.http import install
+    from server_patches.routes import install
 
     app = original(server_args, *args, **kwargs)
     try:
@@ -46,8 +46,8 @@ def add_handler(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     global _worker
     from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
-    from server_patches.requests import MergeReq
     from server_patches.worker import make_merge_worker
+    from server_patches.worker_request import MergeReq
 
     try:
         _worker = make_merge_worker(scheduler.worker)
@@ -98,10 +98,10 @@ def take_out(*_: Any, **__: Any) -> None:
 
 
 def tell_adapters(status: dict[str, Any], *_: Any, **__: Any) -> None:
-    from server_patches import report
+    from server_patches import worker_status
 
     if _worker is not None:
-        report.tell_adapters(status, _worker.engine)
+        worker_status.tell_adapters(status, _worker.engine)
 
 
 def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def wake(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def stamp_output(output: Any, *_: Any, **__: Any) -> None:
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
-    from server_patches.versions import stamp
+    from server_patches.version_header import stamp
 
     if _worker is not None and isinstance(output, OutputBatch):
         stamp(output, _worker.versions())
@@ -138,14 +138,14 @@ def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
 async def keep_stamp(
     original: Callable[..., Awaitable[Any]], store: Any, key: str, fields: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    from server_patches.versions import keep
+    from server_patches.version_header import keep
 
     keep(fields)
     return await original(store, key, fields, *args, **kwargs)
 
 
 async def note_stamp(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
-    from server_patches.versions import note_kept
+    from server_patches.version_header import note_kept
 
     item = await original(*args, **kwargs)
     note_kept(item)
@@ -158,7 +158,7 @@ async def notice_answer(
     from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
     from sglang.multimodal_gen.runtime.scheduler_client import _CONTROL_REQ_TYPES
 
-    from server_patches.versions import note
+    from server_patches.version_header import note
 
     if type(batch) is UpdateWeightFromTensorReqInput and _routes is not None:
         return await _routes.adopt(batch)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from server_patches.record import Record
+from server_patches.engine_record import Record
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _GAUGES = {

@@ -10,13 +10,13 @@ import torch
 from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
 from torch import nn
 
-from sgld_lora_merge.targets import Span
+from sgld_lora_merge.merge.targets import Span
 
 Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where something goes, and what
 
 
 class HostWeights:
-    """`sgld_lora_merge.targets.Offloaded` of a module whose weights lie on the host, while it computes on a device.
+    """`merge.targets.Offloaded` of a module whose weights lie on the host, while it computes on a device.
 
     Args:
         module: the module; some of its weights may lie on the device all the same.

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from server_patches.agreement import Silence, gather
 from server_patches.clock import Clock
 from server_patches.verdicts import NotTogether, Refused, Verdict, raise_if_bad, told, verdict_of
-from sgld_lora_merge.engine import MergeEngine, Plan
 from sgld_lora_merge.errors import LoraMergeError, RequestError, summarise
-from sgld_lora_merge.fingerprint import differences
-from sgld_lora_merge.kernels import MergeStats
+from sgld_lora_merge.merge.engine import MergeEngine, Plan
+from sgld_lora_merge.merge.fingerprint import differences
+from sgld_lora_merge.merge.kernels import MergeStats
 
 logger = logging.getLogger(__name__)
 

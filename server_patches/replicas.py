@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from server_patches.requests import MergeReq
 from server_patches.verdicts import NotTogether
+from server_patches.worker_request import MergeReq
 from sgld_lora_merge.errors import LoraMergeError
 
 Output = dict[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sgld_lora_merge.errors import LoraMergeError, RequestError, summarise
-from sgld_lora_merge.kernels import MergeStats
+from sgld_lora_merge.merge.kernels import MergeStats
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 import torch
 
-from sgld_lora_merge.fingerprint import fingerprint_of
-from sgld_lora_merge.kernels import compile_ahead
-from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.fingerprint import fingerprint_of
+from sgld_lora_merge.merge.kernels import compile_ahead
 
 logger = logging.getLogger(__name__)
 

@@ -22,28 +22,28 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBa
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
 from torch import nn
 
-from server_patches.checking import Expectations, verify
 from server_patches.clock import Clock
+from server_patches.engine_states import EngineStates
 from server_patches.phases import Phases
-from server_patches.reading import Reading
-from server_patches.report import held, only, outcome, snapshot, told_version
-from server_patches.requests import MergeReq, from_stock
-from server_patches.resolving import resolve
-from server_patches.states import EngineStates
+from server_patches.request_reader import Reading
+from server_patches.resolve import resolve
+from server_patches.run_warnings import Warnings
 from server_patches.verdicts import NotTogether, Verdict, raise_if_bad
-from server_patches.versions import label_of
-from server_patches.warnings import Warnings
-from sgld_lora_merge.adapters import DEFAULT_ADAPTER
-from sgld_lora_merge.base_store import StorePolicy, policy_from
-from sgld_lora_merge.engine import ModuleState, ModuleUpdate, Plan
+from server_patches.verify import Expectations, verify
+from server_patches.version_header import label_of
+from server_patches.worker_request import MergeReq, from_stock
+from server_patches.worker_status import held, only, outcome, snapshot, told_version
+from sgld_lora_merge.adapter.families import Family, load_families, route_layers
+from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, name_some
-from sgld_lora_merge.families import Family, load_families, route_layers
-from sgld_lora_merge.kernels import MergeStats
-from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.merge.base_store import StorePolicy, policy_from
+from sgld_lora_merge.merge.engine import ModuleState, ModuleUpdate, Plan
+from sgld_lora_merge.merge.kernels import MergeStats
+from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
+from sgld_lora_merge.merge.staging import StagedPairs
 from sgld_lora_merge.printable import printable
-from sgld_lora_merge.protocol import UpdateAnswer
 from sgld_lora_merge.settings import settings_from
-from sgld_lora_merge.staging import StagedPairs
+from sgld_lora_merge.wire.schema import UpdateAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ The engine plugin is the package ``server_patches``, which sglang-diffusion find
 what both sides share and imports nothing of sglang.
 """
 
-from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.adapter.pairs import Pair, pair_up
+from sgld_lora_merge.adapter.precision import Precision, precision_from_environment
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError
-from sgld_lora_merge.fingerprint import payload_fingerprint
-from sgld_lora_merge.pairs import Pair, pair_up
-from sgld_lora_merge.payload import pack
-from sgld_lora_merge.precision import Precision, precision_from_environment
-from sgld_lora_merge.targets import Landing, LinearModule, ModuleView, Span, Target
+from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.merge.fingerprint import payload_fingerprint
+from sgld_lora_merge.merge.targets import Landing, LinearModule, ModuleView, Span, Target
+from sgld_lora_merge.wire.payload import pack
 
 __all__ = [
     "ConflictError",

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 
 import torch
 
-from sgld_lora_merge.adapter_file import read_adapter
+from sgld_lora_merge.adapter.file import read_adapter
+from sgld_lora_merge.adapter.pairs import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
-from sgld_lora_merge.pairs import pair_up
-from sgld_lora_merge.payload import FLATTENED_BUCKET, named_tensors
-from sgld_lora_merge.protocol import (
+from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
+from sgld_lora_merge.wire.schema import (
     ResolveRequest,
     UpdateRequest,
     VerifyRequest,
@@ -30,7 +30,7 @@ from sgld_lora_merge.protocol import (
     parse_fields,
     parse_json,
 )
-from sgld_lora_merge.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import PayloadReader, load
 from support.hostile import ENTRY, REDUCTIONS, get, named, pickled, put, storage, stream_of, tensor, value
 
 Flood = Callable[[int], bytes]

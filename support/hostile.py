@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.bucket import BucketEntry
+from sgld_lora_merge.wire.bucket import BucketEntry
 
 REDUCTIONS = "torch.multiprocessing.reductions"
 ENTRY = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -172,7 +172,7 @@ def _calls(canary: str, touch: str, make: str) -> dict[str, bytes]:
         ("numpy", "ndarray", 1), ("numpy", "fromfile", canary), ("numpy", "load", canary),
         ("numpy.core.multiarray", "_reconstruct", 1), ("numpy._core.multiarray", "_reconstruct", 1),
         ("numpy.testing._private.utils", "runstring", make, {}), ("pandas.io.pickle", "read_pickle", canary),
-        ("sglang.srt.utils.common", "dynamic_import", "os.system"), ("sgld_lora_merge.unpickler", "load", b"N."),
+        ("sglang.srt.utils.common", "dynamic_import", "os.system"), ("sgld_lora_merge.wire.unpickler", "load", b"N."),
         ("transformers", "AutoModel.from_pretrained", canary), ("safetensors.torch", "load_file", canary),
     ]  # fmt: skip
     by_name = {f"{module}.{name}": pickled(call(module, name, *map(value, args))) for module, name, *args in calls}

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from sgld_lora_merge import protocol
+from sgld_lora_merge.wire import schema
 
 PAGE = Path(__file__).parents[1] / "docs" / "wire.md"
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,8 +26,8 @@ Schema = dict[str, Any]
 
 def routes() -> str:
     """Every route of the plugin in its OpenAPI schema."""
-    from server_patches.http import MergeRoutes
     from server_patches.replicas import Replicas
+    from server_patches.routes import MergeRoutes
 
     async def nobody(*_: Any) -> Any:
         raise NotImplementedError
@@ -44,12 +44,12 @@ def routes() -> str:
 
 def fields(model: type[BaseModel]) -> str:
     """One row for each field of a request or an answer."""
-    schema = model.model_json_schema()
-    required = schema.get("required", [])
+    made = model.model_json_schema()
+    required = made.get("required", [])
     rows = [
         f"| `{name}` | {_cell(_type(field))} | {'required' if name in required else _default(field)} | "
         f"{_cell(field.get('description', ''))} |"
-        for name, field in schema.get("properties", {}).items()
+        for name, field in made.get("properties", {}).items()
     ]
     return "\n".join(("| field | type | default | meaning |", "|---|---|---|---|", *rows))
 
@@ -62,7 +62,7 @@ def page(text: str) -> str:
     """
 
     def table(found: re.Match[str]) -> str:
-        made = routes() if found[2] == "routes" else fields(getattr(protocol, found[2]))
+        made = routes() if found[2] == "routes" else fields(getattr(schema, found[2]))
         return f"{found[1]}{made}\n{found[3]}"
 
     return _TABLE.sub(table, text)

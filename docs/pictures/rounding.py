@@ -2,7 +2,7 @@
 
     python -m docs.pictures.rounding     # writes rounding.png beside it, and prints the numbers; half a minute on a CPU
 
-Every point is one merge by `sgld_lora_merge.kernels.reference`: W0 is normal with standard deviation 0.02, A as PEFT's
+Every point is one merge by `merge.kernels.reference`: W0 is normal with standard deviation 0.02, A as PEFT's
 gaussian initialisation makes it, B normal with the size on the axis, alpha / rank is 2.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import matplotlib
 import torch
 
-from sgld_lora_merge.kernels.reference import MergeJob, Term, merge, scratch_for
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import Span
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.kernels.reference import MergeJob, Term, merge, scratch_for
+from sgld_lora_merge.merge.targets import Span
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.pairs import Pair
 
 
 class BaseWeights:

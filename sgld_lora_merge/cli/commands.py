@@ -19,20 +19,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from sgld_lora_merge.adapters import DEFAULT_ADAPTER
+from sgld_lora_merge.adapter.families import load_families
+from sgld_lora_merge.adapter.formats import load_pairs
+from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli import doctor as checks
 from sgld_lora_merge.cli import pushing, show
-from sgld_lora_merge.cli.adapter import load_pairs
 from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.cli.engine import connect, status
 from sgld_lora_merge.cli.inspection import Report, report
 from sgld_lora_merge.errors import LoraMergeError, name_some
-from sgld_lora_merge.families import load_families
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.protocol import DEFAULT_MODULE
+from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.trainer.answers import UpdateTold
 from sgld_lora_merge.trainer.sync import DTYPES
 from sgld_lora_merge.trainer.transport import HttpTransport, accepted
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

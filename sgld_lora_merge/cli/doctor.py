@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
+from sgld_lora_merge.adapter.precision import Precision, precision_from_environment
 from sgld_lora_merge.cli import sharing
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.precision import Precision, precision_from_environment
 from sgld_lora_merge.settings import PRECISION_VARIABLE, settings_from, variables
 from sgld_lora_merge.trainer.memory import VARIABLES, are_expandable
 

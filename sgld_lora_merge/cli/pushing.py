@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from sgld_lora_merge.adapter_file import adapter_bytes
-from sgld_lora_merge.cli.adapter import named_tensors
+from sgld_lora_merge.adapter.file import adapter_bytes
+from sgld_lora_merge.adapter.formats import named_tensors
+from sgld_lora_merge.adapter.pairs import Pair
+from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.errors import LoraMergeError, name_some, summarise
-from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.protocol import DEFAULT_MODULE, LORA_MERGE
 from sgld_lora_merge.trainer.expected import Expectation, expected_merged
 from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE, LORA_MERGE
 
 CHUNK = 2**20  # bytes of an upload between two steps of its progress
 

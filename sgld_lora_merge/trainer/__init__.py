@@ -22,8 +22,8 @@ from sgld_lora_merge.trainer.updaters import (
 )
 
 if TYPE_CHECKING:
+    from sgld_lora_merge.rollout.manager import RolloutManager
     from sgld_lora_merge.trainer.ray_transport import RayTransport
-    from sgld_lora_merge.trainer.rollout import RolloutManager
 
 __all__ = [
     "LORA_IPC_WEIGHT_UPDATE_MODE",
@@ -48,7 +48,10 @@ __all__ = [
     "validate_lora_arguments",
 ]
 
-_ON_RAY = {"RayTransport": "ray_transport", "RolloutManager": "rollout"}
+_ON_RAY = {
+    "RayTransport": "sgld_lora_merge.trainer.ray_transport",
+    "RolloutManager": "sgld_lora_merge.rollout.manager",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -60,7 +63,7 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_ON_RAY[name]}"), name)
+        return getattr(import_module(_ON_RAY[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

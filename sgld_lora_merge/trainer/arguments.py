@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from argparse import ArgumentParser, Namespace
 
+from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.errors import LoraMergeError, summarise
-from sgld_lora_merge.families import load_families
-from sgld_lora_merge.protocol import DEFAULT_MODULE
 from sgld_lora_merge.settings import PRECISION_VARIABLE
 from sgld_lora_merge.trainer.lora import LoRASync
 from sgld_lora_merge.trainer.sync import DTYPES
@@ -17,6 +16,7 @@ from sgld_lora_merge.trainer.updaters import (
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
 )
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE
 
 DEFAULT_BUFFER_SIZE = 2 * 2**30
 DEFAULT_DTYPE = "bf16"

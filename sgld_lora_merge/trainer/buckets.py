@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sgld_lora_merge.bucket import aligned
+from sgld_lora_merge.wire.bucket import aligned
 
 
 def whole_nbytes(tensor: torch.Tensor) -> int:
@@ -15,7 +15,7 @@ def whole_nbytes(tensor: torch.Tensor) -> int:
 
 
 def flattened_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `sgld_lora_merge.bucket.flatten` takes for these tensors; sharded ones count whole."""
+    """Bytes that `sgld_lora_merge.wire.bucket.flatten` takes for these tensors; sharded ones count whole."""
     return sum(aligned(whole_nbytes(tensor)) for tensor in tensors)
 
 

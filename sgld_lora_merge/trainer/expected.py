@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.precision import Precision
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.verify import sha256, ulp
 from sgld_lora_merge.trainer.names import LayerPair
-from sgld_lora_merge.verify import sha256, ulp
 
 SAMPLES = 16  # elements of a layer that are compared in fp32 mode
 

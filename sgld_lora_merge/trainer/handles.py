@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.trainer.memory import exportable_memory
 from sgld_lora_merge.trainer.sync import Content, NamedTensors, Update, WeightSync
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
 
 Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError, name_some
-from sgld_lora_merge.precision import Precision
 from sgld_lora_merge.trainer.answers import Merged
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, expected_merged
 from sgld_lora_merge.trainer.gather import GatherAhead, whole

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
-from sgld_lora_merge.targets import CONVOLUTIONS
+from sgld_lora_merge.merge.targets import CONVOLUTIONS
 from sgld_lora_merge.trainer.adapter_config import faults_of, init_that_moved_the_base
 from sgld_lora_merge.trainer.names import (
     BASE_LAYER,

@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from sgld_lora_merge.adapters import DEFAULT_ADAPTER
 from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.expected import Expectation

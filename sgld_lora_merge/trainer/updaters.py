@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgld_lora_merge.adapter_file import adapter_bytes
+from sgld_lora_merge.adapter.families import load_families
+from sgld_lora_merge.adapter.file import adapter_bytes
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.families import load_families
-from sgld_lora_merge.protocol import LORA_MERGE
 from sgld_lora_merge.trainer.expected import Expectation, expected_base, merged_weight
 from sgld_lora_merge.trainer.gather import GatherAhead, whole
 from sgld_lora_merge.trainer.handles import HandleSync
@@ -23,6 +22,7 @@ from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.ranks import Ranks
 from sgld_lora_merge.trainer.sync import DTYPES, Update
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.wire.schema import LORA_MERGE
 
 LORA_IPC_WEIGHT_UPDATE_MODE = LORA_MERGE
 

@@ -174,12 +174,12 @@ def sha256(parameter: Any) -> str:
 # payload to the end of an update:
 STAGES = {
     "before_plan": ("worker.states", "refuse", False),
-    "open": ("reading", "decode", False),
-    "opened": ("reading", "decode", True),
-    "pair": ("reading", "pair_up", True),
+    "open": ("request_reader", "decode", False),
+    "opened": ("request_reader", "decode", True),
+    "pair": ("request_reader", "pair_up", True),
     "plan": ("engine", "plan", True),
-    "verify": ("checking", "sampled", False),
-    "compare": ("checking", "sha256", False),
+    "verify": ("verify", "sampled", False),
+    "compare": ("verify", "sha256", False),
     "agree": ("phases", "gather", False),
     "commit": ("engine", "begin", False),
     "written": ("engine", "begin", True),
@@ -211,11 +211,11 @@ def fault_of(name: str, stage: str, sender: list[int]) -> None:
 
 
 def fail_once(stage: str, fault: str, sender: list[int]) -> None:
-    from server_patches import checking, hooks, phases, reading
+    from server_patches import hooks, phases, request_reader, verify
 
     worker = hooks._worker
-    owners = {"worker.states": worker.states, "engine": worker.engine, "reading": reading, "phases": phases}
-    owners |= {"checking": checking}
+    owners = {"worker.states": worker.states, "engine": worker.engine}
+    owners |= {"request_reader": request_reader, "phases": phases, "verify": verify}
     if stage == "revert":  # which nothing reaches but a failed commit
         fail_once("written", fault, sender)
     place, name, after = STAGES[stage]

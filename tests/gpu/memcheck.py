@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from sgld_lora_merge.kernels import MergeJob, Term, triton
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import Span
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.kernels import MergeJob, Term, triton
+from sgld_lora_merge.merge.targets import Span
 
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 PAIRS = (torch.bfloat16, torch.float32)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgld_lora_merge import kernels, pair_up
-from sgld_lora_merge.fingerprint import SentUpdates, differences, fingerprint_of
-from sgld_lora_merge.kernels import reference, triton_words
-from sgld_lora_merge.plans import ModuleUpdate
+from sgld_lora_merge import pair_up
+from sgld_lora_merge.merge import kernels
+from sgld_lora_merge.merge.fingerprint import SentUpdates, differences, fingerprint_of
+from sgld_lora_merge.merge.kernels import reference, word_tiles
+from sgld_lora_merge.merge.plan import ModuleUpdate
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8, 12, 2**14 + 3, 2**26 + 8, 2**28 + 5])
@@ -21,7 +22,7 @@ def test_the_fingerprint_is_that_of_the_cpu(nbytes):
 def test_words_beyond_the_first_two_billion_have_places_of_their_own():
     data = torch.randint(-(2**63), 2**63 - 1, (1000,), dtype=torch.int64, device="cuda")
     start = 2**31 - 500
-    assert triton_words.word_sum(data, start).item() == kernels.word_sum(data.cpu(), start).item()
+    assert word_tiles.word_sum(data, start).item() == kernels.word_sum(data.cpu(), start).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

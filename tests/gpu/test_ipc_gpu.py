@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors
-from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
+from sgld_lora_merge.wire.unpickler import PayloadReader
 
 SENDER = """
 import json, sys, torch
@@ -103,10 +103,10 @@ HANDLE, STORAGE_OFFSET, COUNTER, COUNTER_OFFSET, EVENT = 7, 9, 11, 12, 13  # of 
 # Reads a payload of its parent's with changes, in a process of its own, which a wrong argument must not end.
 READER = """
 import gc, json, sys, torch
-from sgld_lora_merge import unpickler
+from sgld_lora_merge.wire import unpickler
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.payload import cuda_device_index, decode
-from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.wire.payload import cuda_device_index, decode
+from sgld_lora_merge.wire.unpickler import PayloadReader
 
 payload, changes = json.loads(sys.stdin.read())
 honest = unpickler._cuda_tensor

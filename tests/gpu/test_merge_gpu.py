@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 
-from sgld_lora_merge.base_store import StorePolicy, memory_of
-from sgld_lora_merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.kernels import MergeJob, Term, merge, scratch_for
-from sgld_lora_merge.pairs import Pair
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import LinearModule, Span
+from sgld_lora_merge.adapter.pairs import Pair
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.base_store import StorePolicy, memory_of
+from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.merge.kernels import MergeJob, Term, merge, scratch_for
+from sgld_lora_merge.merge.targets import LinearModule, Span
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANKS = (1, 3, 16, 64, 100, 128, 300)

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors
 from sgld_lora_merge.trainer import DiffusionUpdateWeightFromTensorLoRA, DiffusionUpdateWeightFromTensorLoRAIPC
-from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
+from sgld_lora_merge.wire.unpickler import PayloadReader
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -29,8 +29,8 @@ LAYERS, WIDTH, RANK = 285, 3840, 64  # A and B in bfloat16 are 267 MiB, as Z-Ima
 ENGINE = """
 import json, sys, torch
 from sgld_lora_merge import LinearModule, MergeEngine, ModuleUpdate, Precision, pair_up
-from sgld_lora_merge.payload import cuda_device_index, decode, named_tensors
-from sgld_lora_merge.unpickler import PayloadReader
+from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
+from sgld_lora_merge.wire.unpickler import PayloadReader
 
 layers, width = map(int, sys.argv[1:])
 factory = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}

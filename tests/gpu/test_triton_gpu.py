@@ -11,11 +11,11 @@ import random
 import pytest
 import torch
 
-from sgld_lora_merge.kernels import MergeJob, Term
-from sgld_lora_merge.precision import Precision
-from sgld_lora_merge.targets import Span
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.merge.kernels import MergeJob, Term
+from sgld_lora_merge.merge.targets import Span
 
-kernel = pytest.importorskip("sgld_lora_merge.kernels.triton")
+kernel = pytest.importorskip("sgld_lora_merge.merge.kernels.grouped")
 
 FP32, FP16 = Precision.FP32, Precision.FP16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgld_lora_merge.families import load_families
+from sgld_lora_merge.adapter.families import load_families
 from support.server import before_0_5_23, environment
 
 pytest.importorskip("sglang")

@@ -97,7 +97,7 @@ def make(monkeypatch):
     """Makes sglang's app with the plugin's routes and guard."""
     from sglang.multimodal_gen.runtime.entrypoints import http_server
 
-    from server_patches.http import install
+    from server_patches.routes import install
 
     def made(key=None, change=lambda app: None):
         monkeypatch.setattr(http_server, "SERVER_WARMUP_BYPASS_PATHS", http_server.SERVER_WARMUP_BYPASS_PATHS)
@@ -346,8 +346,8 @@ def test_ours_answer_in_front_of_sglangs(layout, make, asked):
     for path, name in (("/update_weights_from_tensor", "update"), ("/lora_merge/status", "status")):
         method = "POST" if name == "update" else "GET"
         endpoint = matched_endpoint(routes, request_for(method, path))
-        assert (endpoint.__module__, endpoint.__name__) == ("server_patches.http", name)
-    assert matched_endpoint(routes, request_for("GET", "/model_info")).__module__ == "server_patches.http"
+        assert (endpoint.__module__, endpoint.__name__) == ("server_patches.routes", name)
+    assert matched_endpoint(routes, request_for("GET", "/model_info")).__module__ == "server_patches.routes"
 
 
 class Opaque(BaseRoute):

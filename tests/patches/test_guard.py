@@ -26,8 +26,9 @@ def endpoint(name):
 
 @pytest.mark.parametrize(
     ("name", "guarded"),
-    [("server_patches.http.update", True), ("server_patches.http.status", True), ("server_patches.http.metrics", True),
-     ("server_patches.routes.upload", True), ("server_patches.http.model_info", False),
+    [("server_patches.routes.update", True), ("server_patches.routes.status", True),
+     ("server_patches.routes.metrics", True), ("server_patches.routes.upload", True),
+     ("server_patches.routes.model_info", False),
      (SGLANG + "post_training.weights_api.update_weights_from_disk", True),
      (SGLANG + "post_training.weights_api.release_memory_occupation", True),
      (SGLANG + "post_training.weights_api.of_a_later_version", True), (SGLANG + "post_training.later_api.any", True),

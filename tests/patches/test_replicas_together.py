@@ -8,7 +8,7 @@ import pytest
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches.replicas import NoAnswer, Replicas, differing, joined
-from server_patches.requests import MergeReq
+from server_patches.worker_request import MergeReq
 
 MODULE = {
     "state": "merged", "weight_version": "1", "versions": {"1": 2}, "layers": 2, "rank": 4, "scale": 1.5,

@@ -10,7 +10,7 @@ import support  # noqa: F401  # isort: skip  # lets sglang be imported beside a 
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
 from server_patches import hooks
-from server_patches.requests import from_stock
+from server_patches.worker_request import from_stock
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 
 

@@ -22,7 +22,7 @@ from server_patches.replicas import Replicas
 
 with warnings.catch_warnings():  # what sglang imports
     warnings.simplefilter("ignore")
-    from server_patches.http import MergeRoutes
+    from server_patches.routes import MergeRoutes
 
 QUERY = "/lora_merge/upload?lora_alpha=1"
 
@@ -66,7 +66,7 @@ class Engine:
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="server_patches.http")
+    caplog.set_level(logging.INFO, logger="server_patches.routes")
     monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
     made = []
 
@@ -96,7 +96,7 @@ def lines(caplog, count):
     """The log's lines, once there are so many."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        found = [json.loads(record.getMessage()) for record in list(caplog.records) if record.name.endswith(".http")]
+        found = [json.loads(record.getMessage()) for record in list(caplog.records) if record.name.endswith(".routes")]
         if len(found) >= count:
             break
         time.sleep(0.02)
@@ -123,7 +123,7 @@ def test_a_trickle_is_silence(serve, caplog):
         for _ in range(200):
             client.sendall(b"x")
             time.sleep(0.05)
-            if lines_now := [record for record in caplog.records if record.name.endswith(".http")]:
+            if lines_now := [record for record in caplog.records if record.name.endswith(".routes")]:
                 break
     assert lines_now
     assert time.monotonic() - begun < 8  # of the 10 s that it would go on

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import hooks
-from server_patches.versions import ATTRIBUTE, HEADER, VersionTeller, header_value, note, stamp
+from server_patches.version_header import ATTRIBUTE, HEADER, VersionTeller, header_value, note, stamp
 
 
 class Output:

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from sgld_lora_merge.bucket import flatten
-from sgld_lora_merge.payload import encode
+from sgld_lora_merge.wire.bucket import flatten
+from sgld_lora_merge.wire.payload import encode
 from support import floods, lora
 
 LAYER = "layers.0.attention.to_q"

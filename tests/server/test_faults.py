@@ -61,7 +61,7 @@ def test_a_fault_on_one_rank_is_told_and_the_previous_weights_serve(tp2, stage, 
 SENDER = """
 import json, sys
 import torch
-from sgld_lora_merge.payload import pack
+from sgld_lora_merge.wire.payload import pack
 from support import lora
 targets = {layer: torch.empty(shape) for layer, shape in json.loads(sys.argv[1]).items()}
 payload, buffers = pack({"transformer": lora.named(lora.random_adapter(targets, seed=2))})

@@ -112,8 +112,8 @@ def test_a_fingerprint_is_one_for_each_payload_and_of_a_bucket(zimage):
 
 
 def test_buckets_that_overlap_are_refused(zimage):
-    from sgld_lora_merge.bucket import flatten
-    from sgld_lora_merge.payload import encode
+    from sgld_lora_merge.wire.bucket import flatten
+    from sgld_lora_merge.wire.payload import encode
     from support import lora
 
     before = zimage.checksum()

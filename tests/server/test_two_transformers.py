@@ -18,8 +18,8 @@ from safetensors.torch import save, save_file
 from typer.testing import CliRunner
 
 from sgld_lora_merge import pack
+from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.cli import app
-from sgld_lora_merge.families import load_families
 from support import checkpoints, lora, server
 from tests.server.conftest import TESTHOOK
 

@@ -211,7 +211,7 @@ def test_i1_the_senders_shared_memory_is_released_when_it_lets_go(zimage):
 
 
 def test_a_list_of_tensors_is_accepted_for_a_single_module(zimage):
-    from sgld_lora_merge.payload import encode
+    from sgld_lora_merge.wire.payload import encode
 
     adapter = zimage.adapter()
     for content in (lora.named(adapter), {"transformer": lora.named(adapter)}):

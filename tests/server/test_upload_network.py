@@ -15,8 +15,8 @@ import httpx
 import pytest
 from safetensors.torch import save
 
+from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec
 from sgld_lora_merge.trainer import SyncError, UploadTransport, transport
-from sgld_lora_merge.trainer.engine_process import EngineProcess, EngineSpec
 from support import lora, server
 
 RATE = "200mbit"

@@ -1,0 +1,1 @@
+"""Adapters: pairs of LoRA matrices, their names, files, families and scales."""

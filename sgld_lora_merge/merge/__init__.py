@@ -1,0 +1,1 @@
+"""Merge pairs into the weights of a model: plan, commit, undo, verify."""

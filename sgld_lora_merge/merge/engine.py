@@ -1,0 +1,552 @@
+"""Plan, then commit: the state of merged weights, and the only code that changes them.
+
+    plan      resolves, checks and allocates; may fail, changes nothing that is live
+    commit    writes; every large allocation has been made before
+    settle    the update is live: it becomes the state
+    revert    it is not: the state before it is computed again from W0
+
+Between the steps the caller may agree with other ranks. Whatever happens to a plan that is not settled, the state is
+the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from sgld_lora_merge.adapter import kohya
+from sgld_lora_merge.adapter.pairs import BucketPairs, Pair
+from sgld_lora_merge.adapter.precision import Precision
+from sgld_lora_merge.errors import ConflictError, RequestError, name_some
+from sgld_lora_merge.merge import kernels
+from sgld_lora_merge.merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
+from sgld_lora_merge.merge.branches import Branch
+from sgld_lora_merge.merge.kernels import MergeJob, MergeStats
+from sgld_lora_merge.merge.plan import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob, Versions
+from sgld_lora_merge.merge.plan_reuse import address_of, chained, may_be_refilled, outline_of, refilled
+from sgld_lora_merge.merge.resident import (
+    Adapters,
+    Placed,
+    all_placed,
+    on_host,
+    owned,
+    terms_at,
+)
+from sgld_lora_merge.merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+
+__all__ = ["MERGEABLE_DTYPES", "MergeEngine", "ModulePlan", "ModuleState", "ModuleUpdate", "Plan"]
+
+logger = logging.getLogger(__name__)
+
+MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+Weights = Callable[[str], torch.Tensor]
+
+
+class _Once(dict[str, torch.Tensor]):
+    """Weights by name, each looked up once: a plan needs them again and again."""
+
+    def __init__(self, weight: Weights) -> None:
+        self._weight = weight
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        weight = self[name] = self._weight(name)
+        return weight
+
+
+class MergeEngine:
+    """Merges updates into the modules of one rank.
+
+    Args:
+        modules: module name -> its view; called for every plan, since an engine may replace its modules.
+        precision: of every merge.
+        policy: where base weights are kept.
+    """
+
+    def __init__(
+        self,
+        modules: Callable[[], Mapping[str, ModuleView]],
+        precision: Precision,
+        policy: StorePolicy = StorePolicy(),  # noqa: B008  # immutable
+    ) -> None:
+        self._modules = modules
+        self.precision = precision
+        self.policy = policy
+        self.states: dict[str, ModuleState] = {}
+
+    def state(self, module: str) -> ModuleState:
+        """What is live in a module; an empty state for one that was never updated."""
+        return self.states.get(module) or ModuleState()
+
+    # plan
+
+    def plan(self, updates: Sequence[ModuleUpdate]) -> Plan:
+        """Resolve and check every pair against the modules, and allocate all that a commit needs.
+
+        Raises:
+            RequestError: with every fault of every module.
+        """
+        return refilled(updates, self.states, self._modules()) or self._allocate(self.check(updates))
+
+    def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
+        """Resolve and check only, for an update that is not complete yet.
+
+        Raises:
+            RequestError: with every fault of every module.
+        """
+        views = self._modules()
+        weights = {name: _Once(view.weight) for name, view in views.items()}
+        plans: list[ModulePlan] = []
+        named = Counter(update.module for update in updates)
+        faults = [f"module {module!r} is named {count} times" for module, count in named.items() if count > 1]
+        for update in updates:
+            view = views.get(update.module)
+            if view is None:
+                faults.extend(
+                    (f"no module {update.module!r} here; there are {name_some(sorted(views))}", *update.faults)
+                )
+                continue
+            try:
+                plans.append(self._plan_module(update, view, weights[update.module]))
+            except RequestError as error:
+                faults.extend(f"{update.module}: {fault}" for fault in error.faults)
+        faults.extend(self._tied(plans, weights))
+        if faults:
+            raise RequestError(*faults)
+        return plans
+
+    def plan_reset(self, modules: Iterable[str] | None = None, adapter: str | None = None) -> Plan:
+        """A plan that takes one adapter, or all, out of the named modules, or of all.
+
+        Raises:
+            RequestError: a module that does not exist.
+            ConflictError: the adapter is not live in any of them.
+        """
+        views = self._modules()
+        names = list(self.states) if modules is None else list(dict.fromkeys(modules))
+        if unknown := [name for name in names if name not in views]:
+            raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")
+        plans = []
+        for name in names:
+            live = self.state(name).live
+            gone = live.keys() if adapter is None else live.keys() & {adapter}
+            if gone:
+                plans.append(_exchange(name, live, {other: live[other] for other in live.keys() - gone}))
+        if adapter is not None and not plans:
+            others = sorted({other for name in names for other in self.state(name).live})
+            raise ConflictError(f"no adapter {adapter!r} is live; live are {name_some(others) or 'none'}")
+        return self._allocate(plans)
+
+    def plan_rollback(self) -> Plan:
+        """A plan that brings back what was live before the last step (an update, or a reset), in all its modules.
+
+        Raises:
+            ConflictError: there is no step to take back: none was made, it was taken back, or the base has changed.
+        """
+        steps = [(name, state) for name, state in self.states.items() if state.previous is not None]
+        if not steps:
+            raise ConflictError("there is nothing to roll back: one step is kept, and none has been made since")
+        return self._allocate([_exchange(name, state.live, state.previous or {}) for name, state in steps])
+
+    def _plan_module(self, update: ModuleUpdate, view: ModuleView, weights: _Once) -> ModulePlan:
+        faults = list(update.faults)
+        skipped: list[str] = []
+        placed: dict[Key, Placed] = {}
+        for pair in update.pairs:
+            try:
+                landing = view.land(pair.layer)
+            except CannotLand as error:
+                faults.append(f"{pair.layer!r} cannot be merged: {error}")
+                continue
+            if landing is None:
+                skipped.append(pair.layer)
+                continue
+            faults.extend(_misfits(pair, landing, weights))
+            for target in landing.targets:
+                if (other := placed.get(target.key)) is not None:
+                    faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
+                placed[target.key] = Placed(pair, target)
+        if skipped and not (update.allow_partial and placed):
+            nearest = name_some(_nearest(skipped, view.layers()))
+            faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
+            faults.extend([kohya.ADVICE] * any(map(kohya.is_flattened, skipped)))
+        if faults:
+            raise RequestError(*faults)
+        before = self.state(update.module).live
+        own = before.get(update.adapter, {})
+        gone = [old.target for key, old in own.items() if update.whole and key not in placed]
+        kept = {} if update.whole else own
+        return ModulePlan(
+            module=update.module,
+            before=before,
+            after={**before, update.adapter: {**kept, **placed}},
+            written=(*(new.target for new in placed.values()), *gone),
+            adapter=update.adapter,
+            whole=update.whole,
+            bucket=update.pairs.bucket if isinstance(update.pairs, BucketPairs) else None,
+            outline=outline_of(update) if update.whole and not skipped else None,
+            layers=tuple(sorted({new.pair.layer for new in placed.values()})),
+            skipped=tuple(skipped),
+        )
+
+    def _tied(self, plans: Sequence[ModulePlan], weights: Mapping[str, _Once]) -> list[str]:
+        """Faults for targets that share memory with another one, in this update or live (tied weights).
+
+        The second one's W0 would be a weight into which the first one is merged.
+        """
+        held = {
+            (name, placed.target.key): placed
+            for name, state in self.states.items()
+            for placed in all_placed(state.live)
+        }
+        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in all_placed(plan.after)}
+        extents = []
+        for (module, _), placed in held.items():
+            target = placed.target
+            if module not in weights or target.dynamic or not target.rows.size:
+                continue
+            weight = weights[module][target.weight]
+            step, itemsize = weight.stride(0), weight.element_size()
+            start = weight.data_ptr() + target.rows.start * step * itemsize
+            # strided rows may interleave with others without touching them: their first element stands for them
+            nbytes = target.rows.size * step * itemsize if weight.is_contiguous() else itemsize
+            extents.append((str(weight.device), start, start + nbytes, module, placed))
+        extents.sort(key=lambda extent: extent[:3])
+        return [
+            f"{_told(one)} and {_told(two)} share the same memory: tied weights cannot hold two updates"
+            for one, two in pairwise(extents)
+            if one[0] == two[0] and two[1] < one[2]
+        ]
+
+    def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
+        """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
+        return Plan(tuple(self._with_scratch(self._prepared(plan)) for plan in plans))
+
+    def _with_scratch(self, plan: ModulePlan) -> ModulePlan:
+        jobs = _by_device(self._all_jobs(plan))
+        return replace(
+            plan, scratch={device: kernels.scratch_for(here, self.precision) for device, here in jobs.items()}
+        )
+
+    def _prepared(self, plan: ModulePlan) -> ModulePlan:
+        """With all that its commit and its undoing need but the scratch."""
+        view, store = self._modules()[plan.module], self.state(plan.module).store
+        weights = _Once(view.weight)
+        place = partial(_place, weights)
+        kept = {name: owned(adapter, place, self.precision, plan.bucket) for name, adapter in plan.after.items()}
+        after = {name: own.adapter for name, own in kept.items()}
+        branches = _branches(view, plan, after)
+        offloaded = view.offloaded({target.weight for target in plan.merged})
+        new = {t.key: _part(weights[t.weight], t) for t in plan.merged if t.key not in store}
+        snapshots, store_reason = self._snapshots(new, store, None if offloaded is None else offloaded.device)
+        plan = replace(
+            plan,
+            after=after,
+            bucket=None,
+            snapshots=snapshots,
+            store_reason=store_reason,
+            branches_before={key: branch for key, (branch, _) in branches.items()},
+            branches_after={key: branch for key, (_, branch) in branches.items()},
+            offloaded=offloaded,
+        )
+        if plan.offloaded is not None:
+            return replace(plan, outline=None)
+        places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
+        plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
+        copies = [copy for own in kept.values() for copy in own.copies]
+        if not may_be_refilled(plan, copies):
+            return replace(plan, outline=None)
+        (own,) = kept.values()
+        addresses = {name: address_of(weight) for name, weight in weights.items()}
+        return replace(plan, copies=own.copies, memory=own.memory, addresses=addresses)
+
+    def _snapshots(
+        self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
+    ) -> tuple[dict[Key, torch.Tensor], str | None]:
+        """W0 of new targets where the policy wants it, and why; of an offloaded module it is always on the host."""
+        devices = {part.device for part in rows.values() if part.is_cuda}
+        if offloaded_from is not None and offloaded_from.type == "cuda":
+            return host_copies(rows, offloaded_from), "the module's weights are on the host"
+        if not devices:
+            return {key: device_copy(part) for key, part in rows.items()}, None
+        device = devices.pop()
+        kind, reason = self.policy.decide(sum(part.nbytes for part in rows.values()), memory_of(device))
+        logger.info("base weights go to the %s: %s", store.kind or kind, reason)
+        if (store.kind or kind) == "host":
+            return host_copies(rows, device), reason
+        return {key: device_copy(part) for key, part in rows.items()}, reason
+
+    def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
+        """The jobs of both ways that need memory; of offloaded weights outlines, whose content is not read."""
+        if plan.offloaded is None:
+            after = {target.key: job for target, job in plan.jobs_after}
+            before = ((job, after.get(target.key)) for target, job in plan.jobs_before)
+            return [*after.values(), *(job for job, then in before if then is None or not kernels.alike(job, then))]
+        places = _places(plan.merged, plan.offloaded.blank, partial(self._base, plan))
+        return [job for adapters in (plan.before, plan.after) for _, job in _jobs(adapters, places)]
+
+    # commit
+
+    def commit(self, plan: Plan) -> dict[str, MergeStats]:
+        """Write the plan; statistics by module, each target's divided by its number of copies in the replica.
+
+        ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
+        """
+        return self.begin(plan)()
+
+    def begin(self, plan: Plan) -> Callable[[], dict[str, MergeStats]]:
+        """As `commit`; what it gives returns the statistics, and on a GPU waits until all is written."""
+        begun = {part.module: self._write(part, after=True) for part in plan.modules}
+        return lambda: {module: finish() for module, finish in begun.items()}
+
+    def revert(self, plan: Plan) -> None:
+        """Undo a commit, also one that stopped half-way: compute what was live before again from W0."""
+        for finish in [self._write(part, after=False) for part in plan.modules]:
+            finish()
+
+    def settle(self, plan: Plan, weight_version: str | None, losses: Mapping[str, float] | None = None) -> None:
+        """Make a committed plan the state, under its version. ``losses``: rounding loss by module.
+
+        One step back is kept, and this is the step, or a further part of the last one: requests of some layers each
+        that follow one another under one version are one step.
+        """
+        if not plan.modules:
+            return
+        step = weight_version if any(not module.whole for module in plan.modules) else None
+        if step is None or all(state.open_step != step for state in self.states.values()):
+            for state in self.states.values():
+                state.previous, state.previous_versions, state.open_step = None, Versions(), None
+        for module in plan.modules:
+            state = self.states.setdefault(module.module, ModuleState())
+            state.store.adopt(module.snapshots, module.store_reason)
+            state.plans = chained(state, module)
+            if state.previous is None:
+                state.previous, state.previous_versions = module.before, state.versions
+            state.live, state.versions, state.open_step = (
+                module.after,
+                state.versions.after(module, weight_version),
+                step,
+            )
+            state.rounding_loss = (losses or {}).get(module.module)
+
+    def settle_rollback(self, plan: Plan, losses: Mapping[str, float]) -> None:
+        """Make a committed rollback the state, under the versions of then; it cannot be rolled back itself."""
+        versions = {module.module: self.state(module.module).previous_versions for module in plan.modules}
+        self.settle(plan, None, losses)
+        for name, then in versions.items():
+            state = self.states[name]
+            state.versions, state.previous, state.previous_versions = then, None, Versions()
+
+    def _write(self, plan: ModulePlan, *, after: bool) -> Callable[[], MergeStats]:
+        view = self._modules()[plan.module]
+        for key, branch in (plan.branches_after if after else plan.branches_before).items():
+            assert view.branches is not None
+            view.branches.set(key, branch)
+        if plan.offloaded is None:
+            return self._merge(plan, plan.merged, view.weight, plan.jobs_after if after else plan.jobs_before)
+        total = MergeStats()
+        for weights, targets in _one_by_one(plan.offloaded, plan.merged):
+            adapters = plan.after if after else plan.before
+            jobs = _jobs(adapters, _places(targets, weights, partial(self._base, plan)))
+            total += self._merge(plan, targets, weights, jobs)()  # before the next one takes its memory
+        return lambda: total
+
+    def _merge(
+        self, plan: ModulePlan, targets: Sequence[Target], weights: Weights, jobs: Sequence[TargetJob]
+    ) -> Callable[[], MergeStats]:
+        merged = {target.key for target, _ in jobs}
+        with torch.inference_mode():
+            for target in targets:
+                if target.key not in merged:
+                    _part(weights(target.weight), target).copy_(self._base(plan, target))
+        copies = {id(job): target.copies for target, job in jobs}
+        begun = [
+            (here, kernels.begin(here, self.precision, plan.scratch[device]))
+            for device, here in _by_device([job for _, job in jobs]).items()
+        ]
+
+        def finish() -> MergeStats:
+            shared = [(stats, copies[id(job)]) for here, done in begun for job, stats in zip(here, done(), strict=True)]
+            return MergeStats(
+                math.fsum(stats.lost_sq / held for stats, held in shared),
+                math.fsum(stats.update_sq / held for stats, held in shared),
+                sum(stats.non_finite for stats, _ in shared),
+            )
+
+        return finish
+
+    def _base(self, plan: ModulePlan, target: Target) -> torch.Tensor:
+        base = plan.snapshots.get(target.key)
+        return self.state(plan.module).store[target.key] if base is None else base
+
+    # what is there
+
+    def base(self, module: str, target: Target) -> torch.Tensor:
+        """W0 of a target, ``[rows, columns]``: from the store where something is merged, else the weight itself."""
+        store = self.state(module).store
+        return store[target.key] if target.key in store else _rows(self._modules()[module], target)
+
+    def effective(self, module: str, target: Target) -> torch.Tensor:
+        """What a target's layer computes with: its weight, or W0 merged with what its branch adds."""
+        weight = _rows(self._modules()[module], target)
+        terms = terms_at(self.state(module).live, target)
+        if not target.dynamic or not terms or not weight.numel():
+            return weight
+        if weight.dtype not in MERGEABLE_DTYPES:
+            raise RequestError(f"what {target.weight!r} computes with has no dtype: the weight is {weight.dtype}")
+        merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        job = MergeJob(merged, weight, terms)
+        kernels.merge([job], self.precision, kernels.scratch_for([job], self.precision))
+        return merged
+
+    # the base changes
+
+    def restore(self, module: str) -> None:
+        """Write W0 back into every live target of a module, before something else reads or changes its weights."""
+        state = self.state(module)
+        view = self._modules()[module]
+        targets = {placed.target.key: placed.target for placed in all_placed(state.live)}
+        for target in targets.values():
+            if target.dynamic and view.branches is not None:
+                view.branches.set(target.key, None)
+        merged = [target for target in targets.values() if not target.dynamic]
+        offloaded = view.offloaded({target.weight for target in merged})
+        with torch.inference_mode():
+            for weights, here in [(view.weight, merged)] if offloaded is None else _one_by_one(offloaded, merged):
+                for target in here:
+                    _part(weights(target.weight), target).copy_(state.store[target.key])
+
+    def suspend(self, module: str) -> None:
+        """Write W0 back and drop the store; the adapters stay on the host, for `resume`."""
+        self.restore(module)
+        state = self.state(module)
+        state.store.drop()
+        state.plans = ()
+        state.live = on_host(state.live)
+        state.previous = None if state.previous is None else on_host(state.previous)
+
+    def resume(self, module: str) -> dict[str, MergeStats]:
+        """Merge the live adapters again after `suspend`: the same W0 and the same pairs give the same bytes."""
+        state = self.state(module)
+        plan = self._allocate([_exchange(module, {}, state.live)])
+        stats = self.commit(plan)
+        state.store.adopt(plan.modules[0].snapshots, plan.modules[0].store_reason)
+        state.live = plan.modules[0].after
+        return stats
+
+    def forget(self, module: str, weight_version: str | None = None) -> None:
+        """Drop the adapter, its history and W0: the live weights are a new base."""
+        self.states[module] = ModuleState(versions=Versions(weight_version))
+
+
+def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
+    """Some adapters for others, all in the engine's own memory already; what both have in common is not written."""
+    changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
+    touched = [placed for name in changed for side in (before, after) for placed in side.get(name, {}).values()]
+    targets = {placed.target.key: placed.target for placed in touched}
+    layers = sorted({placed.pair.layer for placed in all_placed(after)})
+    return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
+
+
+def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:
+    """What the layers of a plan's dynamic targets add now, and what they will."""
+    branches: dict[Key, tuple[Branch | None, Branch | None]] = {}
+    for target in plan.written:
+        if target.dynamic and view.branches is not None:
+            terms = terms_at(after, target)
+            then = view.branches.make(target.rows, terms) if terms else None
+            branches[target.key] = view.branches.live(target.key), then
+    return branches
+
+
+def _places(
+    targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
+) -> list[tuple[Target, torch.Tensor, torch.Tensor]]:
+    """Targets with their live rows and W0 of these; without those that have no row on this rank."""
+    places = ((target, _part(weights(target.weight), target)) for target in targets if target.rows.size)
+    return [(target, out, base(target)) for target, out in places]
+
+
+def _jobs(adapters: Adapters, places: Sequence[tuple[Target, torch.Tensor, torch.Tensor]]) -> list[TargetJob]:
+    """The merges of those targets that an adapter has something for."""
+    found = ((target, out, base, terms_at(adapters, target)) for target, out, base in places)
+    return [(target, MergeJob(out, base, terms)) for target, out, base, terms in found if terms]
+
+
+def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
+    """The jobs of each device: an engine may keep one module on a GPU and another on the host."""
+    groups: dict[torch.device, list[MergeJob]] = {}
+    for job in jobs:
+        groups.setdefault(job.out.device, []).append(job)
+    return groups
+
+
+def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tuple[Weights, Sequence[Target]]]:
+    """Writable weights by name, one after the other, and the targets that are in each."""
+    for name in dict.fromkeys(target.weight for target in targets):
+        here = [target for target in targets if target.weight == name]
+        with offloaded.opened(name, [target.rows for target in here]) as weight:
+            yield {name: weight}.__getitem__, here
+    offloaded.finish()
+
+
+def _place(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
+    """Where the pairs of a target are kept: beside the weight that they are merged into."""
+    return torch.device("cpu") if target.dynamic else weights[target.weight].device
+
+
+def _told(extent: tuple[str, int, int, str, Placed]) -> str:
+    module, placed = extent[3:]
+    return f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
+
+
+def _rows(view: ModuleView, target: Target) -> torch.Tensor:
+    return _part(view.weight(target.weight), target)
+
+
+def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
+    return weight[target.rows.start : target.rows.stop]
+
+
+def _misfits(pair: Pair, landing: Landing, weights: _Once) -> list[str]:
+    faults = []
+    if _extents(pair.kernel) != _extents(landing.kernel):
+        faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
+    if pair.a.shape[1] != landing.in_features:
+        faults.append(
+            f"{pair.layer!r}: lora_A {tuple(pair.a.shape)} has {pair.a.shape[1]} columns, the layer takes "
+            f"{landing.in_features} inputs"
+        )
+    if pair.b.shape[0] != landing.out_features:
+        faults.append(
+            f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
+            f"{landing.out_features} outputs"
+        )
+    for name in {target.weight for target in landing.targets if not target.dynamic}:
+        if (dtype := weights[name].dtype) not in MERGEABLE_DTYPES:
+            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {dtype}")
+    return faults
+
+
+def _extents(kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A kernel of ones is none: such a convolution is a linear layer."""
+    return kernel if math.prod(kernel) > 1 else ()
+
+
+def _kind(kernel: tuple[int, ...]) -> str:
+    return f"a convolution's with kernel {kernel}" if kernel else "a linear layer's"
+
+
+def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Known layers that look most like the first of the unknown ones."""
+    close = (name for layer in unknown[:3] for name in get_close_matches(layer, known, n=4, cutoff=0.0))
+    return list(dict.fromkeys(close))

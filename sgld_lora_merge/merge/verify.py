@@ -1,0 +1,89 @@
+"""What is live against what should be: whole sections by checksum, or single elements within some ulps."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgld_lora_merge.merge.targets import Landing, Span, Target
+
+_MANTISSA_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+_SMALLEST_EXPONENT = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}
+
+Sample = tuple[int, int, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One rank's part of a layer: rows of the local weight, and where they stand in the whole one."""
+
+    target: Target
+    rows: torch.Tensor
+
+
+def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
+    """The whole unsharded weight of a layer, in its landing's shape, from the pieces of all ranks."""
+    everything = (Span(0, landing.out_features),), (Span(0, landing.in_features),)
+    if len(pieces) == 1 and (pieces[0].target.b_rows, pieces[0].target.a_cols) == everything:
+        return pieces[0].rows.view(landing.shape)
+    whole = torch.zeros(landing.out_features, landing.in_features, dtype=pieces[0].rows.dtype)
+    for piece in pieces:
+        for row, local_row in _placed(piece.target.b_rows):
+            for column, local_column in _placed(piece.target.a_cols):
+                part = piece.rows[local_row : local_row + row.size, local_column : local_column + column.size]
+                whole[row.start : row.stop, column.start : column.stop] = part
+    return whole.view(landing.shape)
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """sglang's checksum of a tensor: its dtype, its shape, its bytes."""
+    tensor = tensor.detach().cpu().contiguous()
+    hasher = hashlib.sha256(str(tensor.dtype).encode() + repr(tuple(tensor.shape)).encode())
+    hasher.update(tensor.view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def sampled(pieces: Sequence[Piece], samples: Sequence[Sample]) -> dict[int, float]:
+    """Live values of the samples that these pieces hold, by position in ``samples``."""
+    found: dict[int, float] = {}
+    for piece in pieces:
+        places = {
+            position: (local_row, local_column)
+            for position, (row, column, _, _) in enumerate(samples)
+            if (local_row := _local(piece.target.b_rows, row)) is not None
+            and (local_column := _local(piece.target.a_cols, column)) is not None
+        }
+        if places:
+            rows, columns = torch.tensor(list(places.values()), device=piece.rows.device).T
+            found |= dict(zip(places, piece.rows[rows, columns].double().tolist(), strict=True))
+    return found
+
+
+def within(live: float, expected: float, ulps: float, dtype: torch.dtype) -> bool:
+    """Whether a live value is at most ``ulps`` units in the last place, at that value in ``dtype``, from the other."""
+    if not math.isfinite(live) or not math.isfinite(expected):
+        return False
+    return abs(live - expected) <= ulps * ulp(live, dtype)
+
+
+def ulp(value: float, dtype: torch.dtype) -> float:
+    """The unit in the last place of a finite value in ``dtype``."""
+    smallest = _SMALLEST_EXPONENT[dtype]
+    return 2.0 ** (max(math.frexp(value)[1] - _MANTISSA_BITS[dtype], smallest) if value else smallest)
+
+
+def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Spans of the whole with their first local index: they stand one after the other."""
+    passed = 0
+    for span in spans:
+        yield span, passed
+        passed += span.size
+
+
+def _local(spans: Sequence[Span], index: int) -> int | None:
+    """The local index of one of the whole; None where it is elsewhere."""
+    return next((local + index - span.start for span, local in _placed(spans) if span.start <= index < span.stop), None)

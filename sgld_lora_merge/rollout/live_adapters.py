@@ -1,0 +1,93 @@
+"""What is live on every engine, kept in host memory for one that comes back."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
+from sgld_lora_merge.trainer.transport import Answer, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """One upload that is live.
+
+    Attributes:
+        fields: its query.
+        file: its body.
+        modules: whose whole adapter it is.
+    """
+
+    fields: Mapping[str, Any]
+    file: bytes
+    modules: frozenset[str]
+
+
+class LastLive:
+    """The last live upload of every adapter of every module.
+
+    Args:
+        max_bytes: of all files together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._uploads: list[Upload] = []
+        self.versions: dict[str, str] = {}
+        """Of every module that is not at its base weights."""
+
+    def check(self, fields: Mapping[str, Any], file: bytes) -> None:
+        """Whether this could be kept.
+
+        Raises:
+            RequestError: with what is wrong.
+        """
+        faults = [f"an update of several engines needs {name}" for name in ("update_id", "weight_version")
+                  if not fields.get(name)]  # fmt: skip
+        place = _place(fields)
+        nbytes = len(file) + sum(len(each.file) for each in self._uploads if _place(each.fields) != place)
+        if nbytes > self._max_bytes:
+            faults.append(f"{nbytes} bytes of adapters would be live; at most {self._max_bytes} are kept "
+                          "(max_adapter_bytes)")  # fmt: skip
+        if faults:
+            raise RequestError(*faults)
+
+    def keep(self, fields: Mapping[str, Any], file: bytes, modules: Collection[str]) -> None:
+        """This is live now on every engine; what it replaces is forgotten."""
+        new = Upload({name: value for name, value in fields.items() if name != "commit"}, file, frozenset(modules))
+        adapter = _place(fields)[0]
+        kept = [each for each in self._uploads if _place(each.fields)[0] != adapter or not each.modules <= new.modules]
+        self._uploads = [*kept, new]
+        self.versions |= dict.fromkeys(modules, str(fields["weight_version"]))
+
+    def forget(self) -> None:
+        """The base weights are live."""
+        self._uploads, self.versions = [], {}
+
+    def bring_to(self, engine: Transport) -> None:
+        """Make an engine live with all of it, whatever it has now."""
+        engine.ask("/lora_merge/reset", {})
+        for upload in self._uploads:
+            # an id that the engine has had and lost is used up
+            engine.update({**upload.fields, "update_id": uuid.uuid4().hex}, upload.file)
+
+    def difference(self, status: Answer) -> str | None:
+        """What an engine of this status has live that is not this; None where it is the same."""
+        live = {name: each["weight_version"] for name, each in status["modules"].items() if each["weight_version"]}
+        if live == self.versions:
+            return None
+        return f"it serves {told(live)}, the last live version is {told(self.versions)}"
+
+
+def _place(fields: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Adapter and module of an upload; no module where the names in the file say it."""
+    return fields.get("adapter") or DEFAULT_ADAPTER, fields.get("target_module")
+
+
+def told(versions: Mapping[str, str]) -> str:
+    """Versions by module, for a message."""
+    return ", ".join(f"{module} at {version!r}" for module, version in sorted(versions.items())) or "the base weights"

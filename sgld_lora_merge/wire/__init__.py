@@ -1,0 +1,1 @@
+"""What travels between trainer and engine: schema, buckets, payloads, and the readers of both."""

@@ -1,0 +1,159 @@
+"""Adapters as users have them, with the scales that PEFT computes with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import support  # noqa: F401  # lets PEFT and diffusers be imported beside a CPU torch
+from sgld_lora_merge.adapter.formats import load_pairs, named_tensors
+from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.errors import LoraMergeError
+
+A, B = torch.randn(2, 6), torch.randn(4, 2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"to_q": nn.Linear(6, 4), "to_k": nn.Linear(6, 4)})])
+        self.conv = nn.Conv2d(3, 5, 3)
+
+
+def trained(**config):
+    import peft
+
+    model = peft.get_peft_model(Model(), peft.LoraConfig(target_modules=["to_q", "to_k", "conv"], **config))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def written(folder, tensors, metadata=None):
+    path = folder / "adapter.safetensors"
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": 2, "lora_alpha": 6},
+        {"r": 4, "lora_alpha": 6, "use_rslora": True},
+        {"r": 2, "lora_alpha": 6, "rank_pattern": {"to_k": 3}, "alpha_pattern": {"to_k": 5, r".*0\.to_q": 7}},
+        {"r": 2, "lora_alpha": 6, "alpha_pattern": {"q": 5}},  # the end of a name, but not after a dot
+    ],
+)
+def test_a_folder_of_pefts_has_pefts_scales(tmp_path, config):
+    model = trained(**config)
+    model.save_pretrained(tmp_path)
+    expected = {
+        name.removeprefix("base_model.model."): layer.scaling["default"]
+        for name, layer in model.named_modules()
+        if hasattr(layer, "scaling")
+    }
+    assert {pair.layer: pair.scale for pair in load_pairs(tmp_path)} == expected
+
+
+def test_what_is_sent_is_what_the_folder_holds(tmp_path):
+    model = trained(r=2, lora_alpha=6)
+    model.save_pretrained(tmp_path)
+    sent = dict(named_tensors(load_pairs(tmp_path)))
+    saved = {
+        name.removeprefix("base_model.model.").removesuffix(".default.weight"): tensor
+        for name, tensor in model.named_parameters()
+        if "lora_" in name
+    }
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
+    assert not pair_up(sent.items()).faults  # the convolution's have their kernels again
+
+
+def test_a_file_of_diffusers_says_its_alpha_in_its_metadata(tmp_path):
+    import diffusers
+    import peft
+
+    model = diffusers.SD3Transformer2DModel(
+        num_layers=1, num_attention_heads=2, attention_head_dim=8, caption_projection_dim=16, joint_attention_dim=16,
+        pooled_projection_dim=16, sample_size=8, pos_embed_max_size=8, in_channels=4, out_channels=4,
+    )  # fmt: skip
+    model.add_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=["to_q"]), adapter_name="style")
+    model.save_lora_adapter(tmp_path, adapter_name="style")
+    (file,) = tmp_path.iterdir()
+    (pair,) = load_pairs(file)
+    assert (pair.layer, pair.scale) == ("transformer_blocks.0.attn.to_q", 3.0)
+
+
+def test_a_pipelines_file_has_the_modules_name_in_front(tmp_path):
+    config = {"transformer.r": 2, "transformer.lora_alpha": 6}
+    tensors = {"transformer.x.lora_A.weight": A, "transformer.x.lora_B.weight": B}
+    (pair,) = load_pairs(written(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(config)}))
+    assert (pair.layer, pair.scale) == ("x", 3.0)
+
+
+def test_kohyas_alphas_are_each_layers_own(tmp_path):
+    tensors = {}
+    for layer, alpha in (("lora_unet_x_to_q", 1.0), ("lora_unet_x_to_k", 4.0)):
+        tensors |= {f"{layer}.lora_down.weight": A, f"{layer}.lora_up.weight": B, f"{layer}.alpha": torch.tensor(alpha)}
+    assert {pair.layer: pair.scale for pair in load_pairs(written(tmp_path, tensors))} == {
+        "lora_unet_x_to_q": 0.5,
+        "lora_unet_x_to_k": 2.0,
+    }
+
+
+def test_alpha_is_for_layers_of_which_the_file_says_none(tmp_path):
+    tensors = {f"{layer}.lora_{side}": each for layer in "xy" for side, each in (("A", A), ("B", B))}
+    path = written(tmp_path, tensors, {"layer_scaling": '{"y": 5.0}'})
+    assert [pair.scale for pair in load_pairs(path, alpha=6)] == [3.0, 5.0]
+    with pytest.raises(LoraMergeError, match="says no alpha for x: say it with --alpha"):
+        load_pairs(path)
+
+
+def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):
+    path = written(tmp_path, {"x.lora_A": A, "y.lora_B": B, "z.bias": B})
+    with pytest.raises(LoraMergeError) as caught:
+        load_pairs(path, alpha=1)
+    for told in ("'x' has lora_A but no lora_B", "'y' has lora_B but no lora_A", "'z.bias' is a bias"):
+        assert f"{path}: {told}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("{", "adapter_config.json is not JSON"),
+        ("[]", "adapter_config.json is not a JSON object"),
+        ('{"peft_type": "LOHA", "lora_alpha": 1}', "is LOHA; only LoRA is merged"),
+        ('{"use_dora": true, "lora_alpha": 1}', "is DoRA; only LoRA is merged"),
+        ('{"init_lora_weights": "pissa_niter_4", "lora_alpha": 1}', "changes the base weights too"),
+        ('{"lora_alpha": "6"}', "lora_alpha '6' and alpha_pattern {} are not all numbers"),
+    ],
+)
+def test_a_config_that_cannot_be_merged_is_refused(tmp_path, config, told):
+    written(tmp_path, {"x.lora_A": A, "x.lora_B": B}).rename(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(LoraMergeError, match=told):
+        load_pairs(tmp_path)
+
+
+def test_a_second_alpha_is_refused(tmp_path):
+    trained(r=2, lora_alpha=6).save_pretrained(tmp_path)
+    with pytest.raises(LoraMergeError, match="says its alpha itself, 6: leave out --alpha"):
+        load_pairs(tmp_path, alpha=6)
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "adapter_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(LoraMergeError, match=r"adapter_model.bin: this is not a safetensors file"):
+        load_pairs(tmp_path / "adapter_model.bin")
+
+
+def test_a_path_without_an_adapter_is_named(tmp_path):
+    with pytest.raises(LoraMergeError, match="nothing does not exist"):
+        load_pairs(tmp_path / "nothing")
+    with pytest.raises(LoraMergeError, match=r"has no adapter_config[.]json"):
+        load_pairs(tmp_path)
