@@ -7,6 +7,8 @@ PYTHON ?= python3
 INSTALLED := $(VENV)/.installed-$(SGLANG)
 EXTRA := $(wildcard requirements/engine-cpu-$(SGLANG).txt)
 BIN := $(VENV)/bin
+# every Python process of the environment can import torchvision, beside a CPU build of torch too
+ON_CPU = $(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "sgld_lora_merge_on_cpu.pth").write_text("$(CURDIR)/support/engine_site\nimport torchvision_on_cpu\n")'
 SECONDS ?= 240
 ENGINE_TESTS := tests/core/wire/test_payload_sglang.py tests/patches tests/server
 
@@ -34,6 +36,7 @@ $(INSTALLED): requirements/torch-cpu.txt requirements/engine-cpu.txt requirement
 	$(BIN)/python -m pip install -q -r requirements/engine-cpu.txt $(EXTRA:%=-r %) -r requirements/dev.txt -r requirements/docs.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements/engine-cpu-nodeps.txt sglang==$(SGLANG)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(ON_CPU)
 	touch $@
 
 # the same environment from archives of known content, on the kind of machine that the lock is for
@@ -43,6 +46,7 @@ install-locked: requirements/lock.txt
 	$(BIN)/python -m pip install -q -r requirements/torch-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps --require-hashes -r requirements/lock.txt
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(ON_CPU)
 	touch $(INSTALLED)
 
 demo: install

@@ -321,7 +321,7 @@ def measured(layout: str, options: Namespace, checkpoint: Path, folder: Path) ->
         jobs = [
             Job(
                 urls=[str(each.client.base_url) for each in engines_of_kind],
-                pids=[each.process.pid for each in engines_of_kind],
+                pids=[each.pid for each in engines_of_kind],
                 gpus=LAYOUTS[layout][1],
                 kind=kind,
                 cycles=options.cycles if kind == OURS else options.own_cycles,

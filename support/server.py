@@ -1,14 +1,11 @@
-"""The real engine as a child process: started, waited for, stopped."""
+"""The real engine as a child process, as tests, examples and benchmarks use it."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import os
-import random
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
+import psutil
 
-ENGINE_SITE = Path(__file__).parent / "engine_site"
-LAUNCHER = Path(__file__).parent / "launch" / "serve.py"
+from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec
+from sgld_lora_merge.trainer import SyncError
+
 START_TIMEOUT_S = 240
 COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # by which a process is measured
+# An engine is not measured: its start takes 57 s with coverage, 37 s without. The core has tests in other processes.
+UNMEASURED = ("env", *(word for name in COVERAGE_VARIABLES for word in ("-u", name)))
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class ServerDied(Exception):
@@ -37,24 +38,22 @@ class Server:
     Attributes:
         client: an HTTP client with its base URL.
         log: everything the engine prints.
-        process: its main process.
+        pid: of its main process.
     """
 
     client: httpx.Client
     log: Path
-    process: subprocess.Popen[bytes]
+    pid: int
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return self.client.post(path, json=body if body is not None else {}, **kwargs)
 
     def image(self, prompt: str = "a photo of a cat", *, seed: int = 7, steps: int = 2) -> bytes:
-        """A 64 x 64 image, as the engine encodes it; equal weights give equal bytes."""
+        """Generate a 64 x 64 image and return it as the engine encodes it; equal weights give equal bytes."""
         return self.image_and_version(prompt, seed=seed, steps=steps)[0]
 
     def image_and_version(self, prompt: str, *, seed: int = 7, steps: int = 2) -> tuple[bytes, str | None]:
-        """The same, and the version of the weights that made it; None of base weights."""
-        import base64
-
+        """Generate an image; return it with the version of the weights that made it, None for base weights."""
         answer = self.post(
             "/v1/images/generations",
             {"prompt": prompt, "size": "64x64", "num_inference_steps": steps, "seed": seed, "n": 1,
@@ -64,7 +63,7 @@ class Server:
         return base64.b64decode(answer.json()["data"][0]["b64_json"]), answer.headers.get("x-weight-version")
 
     def video(self, prompt: str = "a photo of a cat", *, seed: int = 7, steps: int = 2) -> bytes:
-        """Five frames of 64 x 64, as the engine encodes them; equal weights give equal bytes."""
+        """Generate five frames of 64 x 64 and return them as the engine encodes them."""
         answer = self.post(
             "/v1/videos",
             {"prompt": prompt, "size": "64x64", "num_frames": 5, "fps": 8, "num_inference_steps": steps, "seed": seed},
@@ -78,22 +77,18 @@ class Server:
         return self.client.get(f"/v1/videos/{job['id']}/content").raise_for_status().content
 
     def rss_bytes(self) -> dict[int, int]:
-        """Resident memory of the engine's processes by process id."""
-        return rss_bytes(self.process.pid)
+        """Return the resident memory of the engine's processes by process id."""
+        return rss_bytes(self.pid)
 
     def uploads_left(self) -> list[str]:
-        """Files of uploads that this engine has open, or that nobody has: those of engines beside it are locked."""
-        import psutil
-
+        """Name the upload files that this engine has open or that no engine has locked."""
         files = list(Path("/dev/shm").glob("sgld_lora_upload_*"))
-        own = {file.path for file in psutil.Process(self.process.pid).open_files()}
+        own = {file.path for file in psutil.Process(self.pid).open_files()}
         return [file.name for file in files if str(file) in own or (file.exists() and not _is_locked(file))]
 
 
 def rss_bytes(pid: int) -> dict[int, int]:
-    """Resident memory of a process and of all that it started, by process id."""
-    import psutil
-
+    """Return the resident memory of a process and of all its descendants by process id."""
     parent = psutil.Process(pid)
     return {p.pid: p.memory_info().rss for p in (parent, *parent.children(recursive=True))}
 
@@ -107,47 +102,16 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the system gives to connections and other suites' sockets."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-    return ports
-
-
 def before_0_5_23() -> bool:
-    """Whether the engine here is sglang 0.5.21 or 0.5.22."""
+    """Return whether the engine here is sglang 0.5.21 or 0.5.22."""
     return version("sglang") in ("0.5.21", "0.5.22")
 
 
-def command(
-    model: Path, model_id: str, port: int, output: Path, arguments: Sequence[str] = (), *, spins: bool = False
-) -> list[str]:
-    """The command line of an engine. ``spins``: as sglang ships it, on a whole core while it has nothing to do."""
-    master, scheduler = free_ports(2)
-    # the older ones spin always, and know no flag against it
-    idle = () if spins or before_0_5_23() else ("--sleep-on-idle",)
-    return [
-        sys.executable, str(LAUNCHER), "serve", "--model-path", str(model), "--model-id", model_id,
-        "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--master-port", str(master),
-        "--scheduler-port", str(scheduler), "--warmup-mode", "off", "--output-path", str(output),
-        *idle, *arguments,
-    ]  # fmt: skip
-
-
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine: offline, and beside a CPU torch able to import torchvision.
-
-    Without coverage, with which a start takes 57 seconds instead of 37; the core has its tests in other processes.
-    """
-    added = [] if torch.version.cuda else [str(ENGINE_SITE)]
-    paths = [*added, os.environ.get("PYTHONPATH"), (extra or {}).get("PYTHONPATH")]
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Return the environment of a process beside an engine: offline, without coverage."""
     own = {name: value for name, value in os.environ.items() if name not in COVERAGE_VARIABLES}
-    return {**own, **offline, **(extra or {}), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    paths = filter(None, (own.get("PYTHONPATH"), (extra or {}).get("PYTHONPATH")))
+    return {**own, **OFFLINE, **(extra or {}), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextlib.contextmanager
@@ -156,48 +120,37 @@ def running(
     model_id: str,
     folder: Path,
     *,
-    arguments: Sequence[str] = ("--num-gpus", "1"),
+    arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    config: Mapping[str, object] | None = None,
     spins: bool = False,
 ) -> Iterator[Server]:
-    """An engine on a free port, healthy on entry, gone on exit; ``spins`` as `command` has it.
+    """Start an engine on free ports; it is healthy on entry and gone on exit.
+
+    Args:
+        spins: as sglang ships it, on a whole core while it has nothing to do; else it sleeps then.
 
     Raises:
         ServerDied: it ended, or was not healthy in time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_ports(1)[0]
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command(model, model_id, port, folder / "outputs", arguments, spins=spins), env=environment(env),
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    # sglang 0.5.21 and 0.5.22 always spin
+    idle = () if spins or before_0_5_23() else ("--sleep-on-idle",)
+    spec = EngineSpec(
+        ["--model-path", str(model), "--model-id", model_id, "--backend", "sglang", "--warmup-mode", "off",
+         *idle, *arguments],
+        folder,
+        environment={**OFFLINE, **(env or {}), "PYTHONPATH": environment(env)["PYTHONPATH"]},
+        config=config or {},
+        command=(*UNMEASURED, str(Path(sys.executable).with_name("sglang"))),
+        start_timeout=START_TIMEOUT_S,
+    )  # fmt: skip
+    engine = EngineProcess(spec, "engine", gpus=())
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            _wait_healthy(client, process, log)
-            yield Server(client, log, process)
+        engine.start()
+    except SyncError as error:
+        raise ServerDied(engine.log.read_text(errors="replace")) from error
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{engine.port}", timeout=120) as client:
+            yield Server(client, engine.log, engine.pid)
     finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL for whatever of its process group is left."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(15)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _wait_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerDied(log.read_text(errors="replace"))
-        with contextlib.suppress(httpx.TransportError):
-            if client.get("/health").status_code == 200:
-                return
-        time.sleep(0.2)
-    raise ServerDied(f"not healthy after {START_TIMEOUT_S} s:\n{log.read_text(errors='replace')}")
+        engine.stop()

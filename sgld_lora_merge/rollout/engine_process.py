@@ -143,9 +143,9 @@ class EngineProcess:
         die_with_parent = [sys.executable, "-I", "-S", script, str(os.getpid())]
         command = [
             *die_with_parent, *self._spec.command, "serve", "--output-path", str(self.log.with_name("outputs")),
-            *self._spec.arguments, "--config", str(config), "--host", self._spec.host, "--port", str(port),
-            "--master-port", str(port + 2), "--scheduler-port", str(port + 3), "--strict-ports",
-            "--num-gpus", str(max(1, len(self._gpus))),
+            "--num-gpus", str(max(1, len(self._gpus))), *self._spec.arguments, "--config", str(config),
+            "--host", self._spec.host, "--port", str(port), "--master-port", str(port + 2),
+            "--scheduler-port", str(port + 3), "--strict-ports",
         ]  # fmt: skip
         with self.log.open("ab") as log:
             log.write(f"--- {self._name} is started on port {port}\n".encode())

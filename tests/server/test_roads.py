@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 
@@ -47,7 +48,7 @@ class Roads:
 
 @pytest.fixture(scope="module")
 def roads(zimage_session):
-    arguments = zimage_session.server.process.args
+    arguments = psutil.Process(zimage_session.server.pid).cmdline()
     port, scheduler_port = (arguments[arguments.index(flag) + 1] for flag in ("--port", "--scheduler-port"))
     client = Roads(port, scheduler_port, str(zimage_session.checkpoint), "Z-Image")
     yield client

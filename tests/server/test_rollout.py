@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -86,7 +85,7 @@ def engines_on_ray(checkpoint, folder, count, **kwargs):
         ["--model-path", str(checkpoint), "--model-id", "Z-Image", "--backend", "sglang", "--warmup-mode", "off",
          *idle],
         engines=count, folder=folder, gpus_per_engine=0, merge_mode="auto", environment=environment, look_every=1,
-        command=(sys.executable, str(server.LAUNCHER)), start_timeout=400, **kwargs,
+        start_timeout=400, **kwargs,
     ) as manager:  # fmt: skip
         yield Engines(manager, checkpoint)
 

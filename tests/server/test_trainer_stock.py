@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -28,10 +27,9 @@ pytestmark = pytest.mark.skipif(server.before_0_5_23(), reason="by itself it tak
 @pytest.fixture(scope="module")
 def stock(zimage_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock")
-    (folder / "config.json").write_text(json.dumps(engine_config(arguments("--use-lora"))))
-    given = ("--num-gpus", "1", "--config", str(folder / "config.json"))
+    config = engine_config(arguments("--use-lora"))
     env = {"SGLANG_PLUGINS": "none"}
-    with server.running(zimage_checkpoint, "Z-Image", folder, arguments=given, env=env) as running:
+    with server.running(zimage_checkpoint, "Z-Image", folder, config=config, env=env) as running:
         assert '"lora_target_modules": ["to_q", "to_k"' in running.log.read_text()
         assert running.client.get("/lora_merge/status").status_code == 404
         yield Engine(running, zimage_checkpoint, lora.ZIMAGE_SUFFIXES, lora.engine_zimage, lora.merge_fp32)

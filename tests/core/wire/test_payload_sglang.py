@@ -79,7 +79,7 @@ def peer(tmp_path_factory):
     payload, bucket = pack(tensors())
     (folder / "ours").write_text(payload)
     torch.save(tensors(), folder / "sent")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/support/engine_site:{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (
         open(folder / "log", "w") as log,  # not a pipe: torch's shared-memory manager would hold it open
         subprocess.Popen(
