@@ -10,6 +10,7 @@ import pytest
 
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import Settings, settings_from, variables
+from support import configuration
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ["SGLD_LORA_MAX_BODY_MB", "SGLD_LORA_MAX_STAGED_MB", "SGLD_LORA_STAGING_TIMEOUT_S",
@@ -101,7 +102,8 @@ def test_all_faults_are_told_at_once():
 
 
 def test_the_table_of_the_documentation_is_this_one():
-    page = (ROOT / "docs" / "operations.md").read_text().split("## Variables of the environment")[1]
+    page = configuration.PAGE.read_text()
+    assert configuration.page(page) == page, "run: python -m support.configuration --write"
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert rows == [(each.name, each.unit, each.default or "none", each.meaning) for each in variables().values()]
 
