@@ -18,8 +18,9 @@ SD3_SUFFIXES = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", 
 
 
 def base_weights(checkpoint: Path, module: str = "transformer") -> Weights:
-    """Every tensor of a module of the checkpoint under the trainer's names."""
-    return load_file(checkpoint / module / "diffusion_pytorch_model.safetensors")
+    """Return every tensor of a module of the checkpoint under the trainer's names; large ones lie in several files."""
+    files = sorted((checkpoint / module).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def layers(weights: Weights, suffixes: tuple[str, ...]) -> Weights:
