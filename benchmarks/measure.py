@@ -10,7 +10,7 @@ import torch
 
 from sgld_lora_merge.merge.kernels import MergeJob, Term
 from sgld_lora_merge.merge.kernels import grouped as kernel
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 Shapes = Iterable[tuple[int, int, int]]  # (layers, rows, columns)
 

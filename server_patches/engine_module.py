@@ -7,45 +7,45 @@ adapters with, so that a pair lands where loading it from disk would have put it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from sglang.multimodal_gen.runtime.distributed import tensor_model_parallel_all_reduce
 from sglang.multimodal_gen.runtime.layers.linear import (
     ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    MergedReplicatedLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
-    UnquantizedLinearMethod,
 )
-from sglang.multimodal_gen.runtime.layers.lora.linear import BaseLayerWithLoRA
 from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
 from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import _swap_peft_swiglu_fc1_lora_b
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from server_patches.derived import multiplies_with_a_copy
+from server_patches.layers import (
+    LayerSection,
+    local_rows,
+    obstacle_to_merging,
+    offsets_of,
+    own_rows,
+    partition,
+    sum_over_ranks,
+    takes_pairs,
+    unwrapped,
+)
 from server_patches.offload import HostWeights, host_weight
 from sgld_lora_merge.adapter.kohya import segments_of
 from sgld_lora_merge.adapter.pairs import Pair, layers_of
 from sgld_lora_merge.merge.branches import Branches
+from sgld_lora_merge.merge.spans import Span, swap_halves
 from sgld_lora_merge.merge.targets import (
     CONVOLUTIONS,
     CannotLand,
     Landing,
-    Span,
     Target,
     as_rows,
     dotted_name,
-    features,
     kernel_of,
     not_mergeable,
 )
@@ -79,10 +79,10 @@ class EngineModule:
         self._mode = mode
         self._device = device
         self._compiled = compiled
-        self.branches: Branches | None = Branches(self._owner, device, _sum_over_ranks)
+        self.branches: Branches | None = Branches(self._owner, device, sum_over_ranks)
         self._model: Any = module  # with the attributes that its class adds
         self._replica_size = replica_size
-        self._layers = {name: _unwrapped(layer) for name, layer in module.named_modules()}
+        self._layers = {name: unwrapped(layer) for name, layer in module.named_modules()}
         self._landings: dict[str, Landing | None] = {}
         self._dotted_names: dict[str, str] = {}
         mappings = (getattr(module, "lora_param_names_mapping", None), getattr(module, "param_names_mapping", None))
@@ -98,7 +98,7 @@ class EngineModule:
     def weight(self, name: str) -> torch.Tensor:
         host = host_weight(self._module, name)
         weight: torch.Tensor = self._owner(name).weight
-        return as_rows(_local(weight) if host is None else host)
+        return as_rows(local_rows(weight) if host is None else host)
 
     def offloaded(self, names: Collection[str]) -> HostWeights | None:
         if all(self.weight(name).device.type == self._device.type for name in names):
@@ -107,7 +107,7 @@ class EngineModule:
 
     def layers(self) -> Sequence[str]:
         return sorted(
-            name for name, layer in self._layers.items() if _takes_pairs(layer) and not name.endswith(".base_layer")
+            name for name, layer in self._layers.items() if takes_pairs(layer) and not name.endswith(".base_layer")
         )
 
     def objections(self, pairs: Sequence[Pair]) -> list[str]:
@@ -141,7 +141,7 @@ class EngineModule:
     def _find(self, layer: str) -> Landing | None:
         for name, section in self._candidates(layer):
             found = self._layers.get(name)
-            if found is not None and _takes_pairs(found):
+            if found is not None and takes_pairs(found):
                 self._refuse_permuted(layer, name)
                 self._refuse_copied(name)
                 return self._landing(name, found, section, _swaps_halves(layer, name))
@@ -188,10 +188,10 @@ class EngineModule:
         weight = f"{name}.weight"
         dynamic = self._is_dynamic(name, layer)
         kernel = kernel_of(layer)
-        rows, cols, shards = _partition(layer)
-        sections = [_Section(*row) for row in rows]
+        rows, cols, shards = partition(layer)
+        sections = [LayerSection(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
-        a_cols = tuple(span.shifted(offset) for (_, span), offset in zip(cols, _offsets(cols), strict=True))
+        a_cols = tuple(span.shifted(offset) for (_, span), offset in zip(cols, offsets_of(cols), strict=True))
         chosen = range(len(sections)) if section is None else [_section_index(section, len(sections))]
         whole = sum(sections[i].out_features for i in chosen)
         targets, b_offset = [], 0
@@ -205,14 +205,14 @@ class EngineModule:
                     weight=weight,
                     section=i,
                     rows=Span(local[i], local[i] + sections[i].source.size),
-                    b_rows=_swap_halves(b_rows, whole) if swapped else b_rows,
+                    b_rows=swap_halves(b_rows, whole) if swapped else b_rows,
                     a_cols=a_cols,
                     copies=self._replica_size // distinct,
                     dynamic=dynamic,
                 )
             )
         if not dynamic and isinstance(layer.weight, DTensor):
-            targets = _own_rows(targets, layer.weight)
+            targets = own_rows(targets, layer.weight)
         return Landing(tuple(targets), whole, in_features, kernel)
 
     def _is_dynamic(self, name: str, layer: Any) -> bool:
@@ -221,7 +221,7 @@ class EngineModule:
         Raises:
             CannotLand: neither that nor a merge is defined for it.
         """
-        obstacle = _obstacle(layer)
+        obstacle = obstacle_to_merging(layer)
         if self._mode == "merge" or (self._mode == "auto" and obstacle is None):
             if obstacle is not None:
                 raise CannotLand(f"{obstacle}; merging into it is not defined (--lora-merge-mode auto would not merge)")
@@ -239,115 +239,9 @@ class EngineModule:
         return True
 
 
-class _Section:
-    """One logical projection of a weight: its whole height, and the rows of it that this rank holds."""
-
-    def __init__(self, out_features: int, source: Span, replicas: int = 1) -> None:
-        self.out_features, self.source, self.replicas = out_features, source, replicas
-
-
-_Rows = list[tuple[int, Span] | tuple[int, Span, int]]
-
-
-def _partition(layer: Any) -> tuple[_Rows, list[tuple[int, Span]], int]:
-    """Sections of the rows, segments of the columns, each with its whole size and this rank's part; shards."""
-    shards = getattr(layer, "tp_size", 1) if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) else 1
-    rank = layer.tp_rank if shards > 1 else 0
-    everything: Callable[[int], tuple[int, Span]] = lambda size: (size, Span(0, size))  # noqa: E731
-    if isinstance(layer, QKVParallelLinear):
-        q, kv = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
-        replicas = layer.num_kv_head_replicas
-        kv_rows = (layer.total_num_kv_heads * layer.head_size, _part(rank // replicas, kv), replicas)
-        return (
-            [(layer.total_num_heads * layer.head_size, _part(rank, q)), kv_rows, kv_rows],
-            [everything(layer.input_size)],
-            shards,
-        )
-    if isinstance(layer, ColumnParallelLinear):
-        sizes = layer.output_sizes if isinstance(layer, MergedColumnParallelLinear) else [layer.output_size]
-        return [(size, _part(rank, size // shards)) for size in sizes], [everything(layer.input_size)], shards
-    if isinstance(layer, RowParallelLinear):
-        segments = getattr(layer, "input_sizes", None) or [layer.input_size]  # sglang 0.5.23 brought segments
-        return [everything(layer.output_size)], [(size, _part(rank, size // shards)) for size in segments], shards
-    if isinstance(layer, MergedReplicatedLinear):
-        return [everything(size) for size in layer.output_sizes], [everything(layer.input_size)], 1
-    if isinstance(layer, ReplicatedLinear):
-        return [everything(layer.output_size)], [everything(layer.input_size)], 1
-    rows, columns = features(layer)
-    return [everything(rows)], [everything(columns)], 1
-
-
-def _part(index: int, size: int) -> Span:
-    return Span(index * size, (index + 1) * size)
-
-
-def _offsets(cols: list[tuple[int, Span]]) -> list[int]:
-    return [0, *accumulate(size for size, _ in cols)][:-1]
-
-
 def _words(patterns: Iterable[str]) -> set[str]:
     """What stands literally between the dots of the names that these regular expressions match."""
     return {word for pattern in patterns for word in re.findall(r"\w+", re.sub(r"\\.", " ", pattern))}
-
-
-def _takes_pairs(layer: nn.Module) -> bool:
-    return isinstance(layer, (LinearBase, nn.Linear, *CONVOLUTIONS))
-
-
-def _obstacle(layer: Any) -> str | None:
-    """Why nothing can be merged into a layer's weight; None where it can."""
-    method = getattr(layer, "quant_method", None)
-    if isinstance(layer, LinearBase) and not isinstance(method, UnquantizedLinearMethod):
-        return f"its weight is quantized ({type(method).__name__})"
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return "it has no plain weight (packed quantization?)"
-    if isinstance(weight, DTensor) and any(isinstance(each, Shard) and each.dim != 0 for each in weight.placements):
-        return "its weight is sharded by columns"
-    return None
-
-
-def _unwrapped(layer: nn.Module) -> nn.Module:
-    """The layer itself where sglang has wrapped it for an adapter of its own."""
-    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows; FSDP keeps them as the local part of a distributed tensor."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-
-
-def _own_rows(targets: Sequence[Target], weight: DTensor) -> list[Target]:
-    """Targets of a weight, cut to the rows that FSDP has left on this rank; those that are elsewhere keep no row."""
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    mine = Span(offset[0], offset[0] + shape[0])
-    shards = 1
-    for dim, placement in enumerate(weight.placements):
-        shards *= weight.device_mesh.size(dim) if isinstance(placement, Shard) else 1
-    own = []
-    for target in targets:
-        rows = target.rows.within(mine)
-        cut = Span(rows.start - target.rows.start, rows.stop - target.rows.start)
-        b_rows = _take(target.b_rows, cut)
-        own.append(replace(target, rows=rows.shifted(-mine.start), b_rows=b_rows, copies=target.copies // shards))
-    return own
-
-
-def _take(spans: Sequence[Span], cut: Span) -> tuple[Span, ...]:
-    """A range of the rows that the spans name one after the other."""
-    taken, passed = [], 0
-    for span in spans:
-        here = cut.shifted(span.start - passed).within(span)
-        if here.size:
-            taken.append(here)
-        passed += span.size
-    return tuple(taken) or (Span(0, 0),)
-
-
-def _sum_over_ranks(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """``x @ A.T`` over all columns of a layer whose ranks hold some of them, and whose output is a whole."""
-    parallel = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
-    return tensor_model_parallel_all_reduce(hidden, tp_group=layer.tp_group) if parallel else hidden
 
 
 def _section_index(section: int | str, count: int) -> int:
@@ -361,15 +255,3 @@ def _swaps_halves(source: str, target: str) -> bool:
     """Whether sglang swaps the halves of this B when it loads an adapter; asked of its own function."""
     probe = torch.tensor([[0.0], [1.0]])
     return not torch.equal(_swap_peft_swiglu_fc1_lora_b(f"{source}.lora_B", f"{target}.lora_B", probe), probe)
-
-
-def _swap_halves(spans: tuple[Span, ...], total: int) -> tuple[Span, ...]:
-    """The rows of ``[second half, first half]`` that stand at these rows of the whole."""
-    half = total // 2
-    swapped = []
-    for span in spans:
-        for lower, upper, shift in ((0, half, half), (half, total, -half)):
-            start, stop = max(span.start, lower), min(span.stop, upper)
-            if start < stop:
-                swapped.append(Span(start, stop).shifted(shift))
-    return tuple(swapped)

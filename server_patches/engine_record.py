@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.merge.staging import Ledger
+from server_patches.ledger import Ledger
 
 SHOWN_UPDATES = 16
 
 
 @dataclass
-class Record:
+class EngineRecord:
     """What is known of the engine since it started."""
 
     modules: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +29,7 @@ class Record:
     stage_seconds: Counter[str] = field(default_factory=Counter)
     ledger: Ledger = field(default_factory=Ledger)
 
-    def heard(self, output: dict[str, Any]) -> None:
+    def take_in(self, output: dict[str, Any]) -> None:
         """Take in a worker's report of its modules' state."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
         self.staged_bytes, self.sleeping = output["staged_bytes"], output["sleeping"]
@@ -74,7 +73,3 @@ class Record:
             ],
             "as_of": self.as_of,
         }
-
-
-def digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()

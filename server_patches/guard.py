@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server_patches.compat import SUPPORTED
 from server_patches.endpoints import Endpoint, every_route, matched_endpoint, name_of, request_for
-from server_patches.request_log import Entry, line
+from server_patches.request_log import LogEntry, line
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 
@@ -46,7 +46,6 @@ WEIGHT_ROUTES = (
     "/v1/unmerge_lora_weights",
     "/v1/list_loras",
 )
-UPLOAD_ROUTE = "/lora_merge/upload"  # takes whatever content type curl sends
 _OWN_PACKAGE = "server_patches."
 _WEIGHTS_PACKAGE = "sglang.multimodal_gen.runtime.entrypoints.post_training."
 _GENERATION = _WEIGHTS_PACKAGE + "rollout_api.rollout_generate"
@@ -296,7 +295,7 @@ class _Counted:
 
 
 def _log(event: str, status: int, message: str) -> None:
-    logger.info("%s", line(Entry(event, reason=_REASONS[status]), status, {"message": message}))
+    logger.info("%s", line(LogEntry(event, reason=_REASONS[status]), status, {"message": message}))
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from server_patches.engine_record import Record
+from server_patches.engine_record import EngineRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _GAUGES = {
@@ -19,7 +19,7 @@ _GAUGES = {
 
 
 class _Collector:
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: EngineRecord) -> None:
         self._record = record
 
     def collect(self) -> Iterator[Metric]:
@@ -55,7 +55,7 @@ class _Collector:
             yield gauge
 
 
-def text(record: Record) -> bytes:
+def text(record: EngineRecord) -> bytes:
     """Everything in the record, in Prometheus' exposition format."""
     registry = CollectorRegistry()
     registry.register(_Collector(record))

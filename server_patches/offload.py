@@ -10,7 +10,7 @@ import torch
 from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
 from torch import nn
 
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where something goes, and what
 

@@ -9,7 +9,8 @@ import json
 import logging
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from server_patches.compat import check_version, patches
+from server_patches.compat import check_version
+from server_patches.patch import patches
 from sgld_lora_merge.errors import LoraMergeError
 
 GROUP = "sglang.multimodal_gen.plugins"
@@ -17,7 +18,7 @@ NAME = "sgld_lora_merge"
 
 
 def probe() -> dict[str, str | None]:
-    """``version`` of sglang, ``sglang`` and ``plugin``: a sentence that says what to do, or None where all is well."""
+    """Return sglang's ``version``, and for ``sglang`` and ``plugin`` what to do, or None where all is well."""
     try:
         found = version("sglang")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""All replicas of one engine as one: a change is planned on every one of them before any of them writes.
+"""Ask all replicas of an engine as one: each plans a change before any of them writes.
 
     prepare   every replica plans, and keeps the plan; nothing that is live changes
     finish    every replica writes its plan
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from server_patches.verdicts import NotTogether
+from server_patches.rank_result import RanksDiverged
 from server_patches.worker_request import MergeReq
 from sgld_lora_merge.errors import LoraMergeError
 
@@ -41,8 +41,8 @@ class NoAnswer(LoraMergeError):
 class WorkersGone(NoAnswer):
     """A worker process has ended: only a restart brings the engine back."""
 
-    status = NotTogether.status
-    reason = NotTogether.reason
+    status = RanksDiverged.status
+    reason = RanksDiverged.reason
 
 
 class Replicas:
@@ -58,7 +58,7 @@ class Replicas:
         self._count = count
 
     async def ask(self, req: MergeReq) -> Output:
-        """One output for all replicas: a success is one everywhere, and anything else has changed none.
+        """Return one output for all replicas: a success is one everywhere, and anything else has changed none.
 
         ``failed`` in it says that a replica could not take back what another one refused.
 
@@ -66,54 +66,55 @@ class Replicas:
             NoAnswer: from one of them; nothing has changed.
         """
         if self._count == 1 or req.operation in _ONE_STEP:
-            return joined(await self._all(req))
-        prepared = await self._all(replace(req, step="prepare"))
-        if _good(prepared) and len({output["digest"] for output in prepared}) > 1:
+            return joined(await self._ask_all(req))
+        prepared = await self._ask_all(replace(req, step="prepare"))
+        if _all_succeeded(prepared) and len({output["digest"] for output in prepared}) > 1:
             prepared = [{**output, **_DIFFERENT} for output in prepared]
-        if not _good(prepared):
-            return joined(prepared) | _state_of(await self._all(MergeReq([], operation="undo")))
+        if not _all_succeeded(prepared):
+            return joined(prepared) | _state_of(await self._ask_all(MergeReq([], operation="undo")))
         try:
-            finished = await self._all(req.finish())
+            finished = await self._ask_all(req.finish())
         except NoAnswer as error:
             failure = joined(prepared) | {"status": error.status, "reason": error.reason, "message": str(error)}
         else:
-            if _good(finished):
+            if _all_succeeded(finished):
                 return joined(finished)
             failure = joined(finished)
             if req.is_full_update:  # sglang's own, which cannot be taken back
                 written = [number for number, output in enumerate(finished) if output["status"] == 200]
                 return failure | {"message": f"{failure['message']}; the new weights are on the replicas {written}"}
-        return failure | await self._undone(failure["message"])
+        return failure | await self._undo(failure["message"])
 
-    async def _all(self, req: MergeReq) -> list[Output]:
-        """Every replica is heard, also where another one does not answer."""
+    async def _ask_all(self, req: MergeReq) -> list[Output]:
+        """Ask every replica, also where another one does not answer."""
         outputs = await asyncio.gather(*(self._ask_one(n, req) for n in range(self._count)), return_exceptions=True)
         for output in outputs:
             if isinstance(output, BaseException):
                 raise output
         return [output for output in outputs if not isinstance(output, BaseException)]
 
-    async def _undone(self, why: str) -> Output:
-        """Take back what any replica has written: what the answer says of it then."""
+    async def _undo(self, why: str) -> Output:
+        """Take back what any replica has written; return what the answer then says of it."""
         state: Output = {}
         try:
-            undone = await self._all(MergeReq([], operation="undo"))
+            undone = await self._ask_all(MergeReq([], operation="undo"))
             state = _state_of(undone)
-            if _good(undone):
+            if _all_succeeded(undone):
                 return state
-            problem = _told(undone)
+            problem = _failures(undone)
         except NoAnswer as error:
             problem = str(error)
         failed = f"{why}; then a replica could not go back: {problem}. Restart the engine"
-        return state | {"status": NotTogether.status, "reason": NotTogether.reason, "message": failed, "failed": failed}
+        failure = {"status": RanksDiverged.status, "reason": RanksDiverged.reason}
+        return state | failure | {"message": failed, "failed": failed}
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """The outputs of all replicas as one: the worst status, all messages, every rank's payload, the slowest times."""
+    """Join the outputs of all replicas: the worst status, all messages, every rank's payload, the slowest times."""
     worst = max(outputs, key=lambda output: output["status"])
     answer = {**worst, "payload_opened": [opened for output in outputs for opened in output["payload_opened"]]}
-    if not _good(outputs):
-        answer["message"] = _told(outputs)
+    if not _all_succeeded(outputs):
+        answer["message"] = _failures(outputs)
     if "timings_ms" in worst:
         answer["timings_ms"] = {
             stage: max(output["timings_ms"][stage] for output in outputs) for stage in worst["timings_ms"]
@@ -124,21 +125,21 @@ def joined(outputs: Sequence[Output]) -> Output:
 
 
 def differing(snapshots: Sequence[Mapping[str, Any]]) -> str | None:
-    """Where the replicas' modules are not in the same state, as a sentence; None where they are."""
+    """Return where the replicas' modules are not in the same state, as a sentence; None where they are."""
     wrong = []
     for module, first in snapshots[0].items():
         for number, snapshot in enumerate(snapshots):
             other = snapshot.get(module, {})
             if fields := [name for name in _COMPARED if first[name] != other.get(name)]:
-                told = ", ".join(f"{name} {other.get(name)!r} instead of {first[name]!r}" for name in fields)
-                wrong.append(f"{module} on replica {number} has {told}")
+                has = ", ".join(f"{name} {other.get(name)!r} instead of {first[name]!r}" for name in fields)
+                wrong.append(f"{module} on replica {number} has {has}")
     if not wrong:
         return None
     return f"the replicas differ: {'; '.join(wrong)}. POST /lora_merge/reset brings them together"
 
 
 def _state_of(outputs: Sequence[Output]) -> Output:
-    """What the record takes in: replica 0's modules, and whether the others have the same."""
+    """Return what the record takes in: replica 0's modules, and whether the others have the same."""
     return {
         "snapshot": outputs[0]["snapshot"],
         "failed": next((output["failed"] for output in outputs if output["failed"] is not None), None),
@@ -150,23 +151,23 @@ def _state_of(outputs: Sequence[Output]) -> Output:
 
 
 def _verified(outputs: Sequence[Output]) -> Output:
-    """A layer is right if it is on every replica."""
+    """Join answers to a verify: a layer is right if it is right on every replica."""
     mismatched = list(dict.fromkeys(layer for output in outputs for layer in output["mismatched"]))
     messages = {output["message"] for output in outputs}
-    told = "; ".join(f"replica {number}: {output['message']}" for number, output in enumerate(outputs))
+    by_replica = "; ".join(f"replica {number}: {output['message']}" for number, output in enumerate(outputs))
     return {
         "success": not mismatched,
         "mismatched": mismatched,
-        "message": messages.pop() if len(messages) == 1 else told,
+        "message": messages.pop() if len(messages) == 1 else by_replica,
     }
 
 
-def _good(outputs: Sequence[Output]) -> bool:
+def _all_succeeded(outputs: Sequence[Output]) -> bool:
     return all(output["status"] == 200 for output in outputs)
 
 
-def _told(outputs: Sequence[Output]) -> str:
-    """What failed: once where every replica says the same, else by replica."""
+def _failures(outputs: Sequence[Output]) -> str:
+    """Return what failed: once where every replica says the same, else by replica."""
     messages = {number: output["message"] for number, output in enumerate(outputs) if output["status"] != 200}
     if len(messages) == len(outputs) and len(set(messages.values())) == 1:
         return str(outputs[0]["message"])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 NAME_CHARACTERS, MESSAGE_CHARACTERS = 200, 4000  # of a text in a line; what is longer is cut
-_TOLD = ("state", "layers", "rounding_loss", "timings_ms")
+_FROM_ANSWER = ("state", "layers", "rounding_loss", "timings_ms")
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """What is known of one request beside its answer; filled in as it becomes known.
 
     Attributes:
@@ -36,7 +36,7 @@ class Entry:
         self.nbytes = nbytes
 
 
-def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
+def line(entry: LogEntry, status: int, answer: dict[str, Any]) -> str:
     """The entry and what was answered; null is what the request or its failure has no value for."""
     return json.dumps(
         {
@@ -45,7 +45,7 @@ def line(entry: Entry, status: int, answer: dict[str, Any]) -> str:
             "reason": entry.reason,
             "update_id": _cut(entry.update_id),
             "weight_version": _cut(answer.get("weight_version", entry.weight_version)),
-            **{name: answer.get(name) for name in _TOLD},
+            **{name: answer.get(name) for name in _FROM_ANSWER},
             "modules": sorted(answer.get("modules", ())),
             "bytes": entry.nbytes,
             "repeated": entry.repeated,

@@ -1,4 +1,4 @@
-"""From a request to pairs by module: the payload or the file that this rank reads, and where its names belong."""
+"""Read a request: the payload or the file of this rank becomes pairs by module."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_world_group
 
-from server_patches.clock import Clock
 from server_patches.engine_states import EngineStates
+from server_patches.request_context import RequestContext
 from server_patches.worker_request import MergeReq
 from sgld_lora_merge.adapter.families import Family, route, route_layers, routes_of
 from sgld_lora_merge.adapter.file import read_adapter
@@ -17,15 +17,14 @@ from sgld_lora_merge.adapter.pairs import pair_up
 from sgld_lora_merge.errors import RequestError, in_short, name_some
 from sgld_lora_merge.merge.engine import ModuleUpdate
 from sgld_lora_merge.merge.fingerprint import SentUpdates, payload_fingerprint
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.wire.limits import check_name
 from sgld_lora_merge.wire.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
-from sgld_lora_merge.wire.schema import DEFAULT_MODULE
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE
 from sgld_lora_merge.wire.unpickler import PayloadReader
 
 
-class Reading:
-    """One rank's reading of requests.
+class RequestReader:
+    """Reads requests on one rank.
 
     Args:
         states: the engine's modules.
@@ -38,22 +37,23 @@ class Reading:
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """Prefix of tensor names -> module, as families of the loaded transformer's class have them."""
+        """Return prefix of tensor names -> module, as the families of the loaded transformer's class have them."""
         return routes_of(type(self._states.modules().get(DEFAULT_MODULE)), self._families)
 
     def modules(self, req: MergeReq) -> list[str]:
-        """Modules that a request may be for, before its names are known."""
+        """Return the modules that a request may be for, before its names are known."""
         return req.target_modules or [DEFAULT_MODULE, *self.routes.values()]
 
-    def updates(self, req: MergeReq, clock: Clock) -> list[ModuleUpdate]:
-        """Own payload, or the uploaded file, to pairs by module; what is wrong with pairs is in the updates.
+    def updates(self, context: RequestContext) -> list[ModuleUpdate]:
+        """Read pairs by module; what is wrong with pairs is in the updates.
 
         Raises:
             RequestError: the payload cannot be read.
         """
-        with clock.stage("deserialize"):
-            by_module, scaling = self._open(req, clock)
-        with clock.stage("validate"):
+        req = context.req
+        with context.stage("deserialize"):
+            by_module, scaling = self._open(context)
+        with context.stage("validate"):
             updates = []
             views = self._states.views()
             for name, named in by_module.items():
@@ -71,29 +71,29 @@ class Reading:
                 updates.append(
                     ModuleUpdate(name, pairing.pairs, req.is_whole_adapter, req.allow_partial, faults, adapter)
                 )
-            clock.sent = SentUpdates(updates, bits=req.upload_path is None)  # all ranks read one file of an upload
+            context.sent = SentUpdates(updates, bits=req.upload_path is None)  # all ranks read one file of an upload
             return updates
 
-    def full_weights(self, req: MergeReq, clock: Clock) -> Mapping[str, NamedTensors]:
-        """The tensors of a full-weight update by module, as sglang's own updater takes them.
+    def full_weights(self, context: RequestContext) -> Mapping[str, NamedTensors]:
+        """Read the tensors of a full-weight update by module, as sglang's own updater takes them.
 
         Raises:
             RequestError: the payload cannot be read.
             ConflictError: the engine is asleep.
         """
         self._states.refuse_sleep()
-        named = _named_tensors(req, clock, req.target_modules or [DEFAULT_MODULE])
+        named = _named_tensors(context, context.req.target_modules or [DEFAULT_MODULE])
         for tensors in named.values():
             for name, _ in tensors:
                 check_name(name)
         return named
 
     def _open(
-        self, req: MergeReq, clock: Clock
+        self, context: RequestContext
     ) -> tuple[Mapping[str, Collection[tuple[str, torch.Tensor]]], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by the module that they are for."""
-        routes = self.routes
-        sent, sent_scaling = self._open_as_sent(req, clock, routes.values())
+        """Read named tensors and layer scaling, both by the module that they are for."""
+        req, routes = context.req, self.routes
+        sent, sent_scaling = self._open_as_sent(context, routes.values())
         named = route(sent, routes, req.target_modules)
         scaling = route_layers(sent_scaling, routes, req.target_modules)
         modules = req.target_modules or [*dict.fromkeys((*named, *scaling))] or [DEFAULT_MODULE]
@@ -101,28 +101,30 @@ class Reading:
         return {module: named.get(module, []) for module in modules}, scaling
 
     def _open_as_sent(
-        self, req: MergeReq, clock: Clock, routed: Collection[str]
+        self, context: RequestContext, routed: Collection[str]
     ) -> tuple[Mapping[str, NamedTensors], Mapping[str, Mapping[str, float]]]:
-        """Named tensors and layer scaling, both by the module whose list they are in."""
+        """Read named tensors and layer scaling, both by the module whose list they are in."""
+        req = context.req
         modules = req.target_modules or [DEFAULT_MODULE]
         if req.upload_path is not None:
             (module,) = modules
             named, scaling = read_adapter(req.upload_path)
-            clock.opened = True
+            context.opened = True
             return {module: named}, {module: scaling}
-        return _named_tensors(req, clock, modules, routed), req.layer_scaling or {}
+        return _named_tensors(context, modules, routed), req.layer_scaling or {}
 
 
 def _named_tensors(
-    req: MergeReq, clock: Clock, modules: Sequence[str], routed: Collection[str] = ()
+    context: RequestContext, modules: Sequence[str], routed: Collection[str] = ()
 ) -> Mapping[str, NamedTensors]:
-    """What this rank's payload holds for each module; its bytes are those that the sender has fingerprinted.
+    """Read what this rank's payload holds for each module; its bytes are those that the sender has fingerprinted.
 
     Raises:
         RequestError: the payload cannot be read, or its bytes are others.
     """
+    req = context.req
     place = _own_place(req)
-    content = _content(req.serialized_named_tensors[place], clock, len(req.serialized_named_tensors))
+    content = _content(req.serialized_named_tensors[place], context)
     named = named_tensors(content, req.load_format, modules, routed)
     if req.payload_fingerprint is not None:
         sent = req.payload_fingerprint[place]
@@ -135,25 +137,24 @@ def _named_tensors(
     return named
 
 
-def _content(payload: str, clock: Clock, payloads: int) -> Any:
-    """What a payload holds, by our own unpickler: sglang's has no limits of memory, and imports by name.
+def _content(payload: str, context: RequestContext) -> Any:
+    """Open a payload by our own unpickler: sglang's has no limits of memory, and imports by name.
 
-    Args:
-        payloads: of the request; where there are fewer than ranks, several ranks read one, and the first releases it.
+    Where a request has fewer payloads than there are ranks, several ranks read one, and the first rank releases it.
     """
     world = get_world_group()  # of all replicas
-    shared = payloads < world.world_size
+    shared = len(context.req.serialized_named_tensors) < world.world_size
     reader = PayloadReader(cuda_device_index, shared=shared, releases=world.rank_in_group == 0 or not shared)
     try:
         content = decode(payload, reader)
         reader.opened = True  # tensors may also have come inline, without a handle
     finally:
-        clock.opened = reader.opened
+        context.opened = reader.opened
     return content
 
 
 def _own_place(req: MergeReq) -> int:
-    """Which payload this rank reads; by GPU where the request says so, else by rank.
+    """Return which payload this rank reads: by GPU where the request says so, else by rank.
 
     Raises:
         RequestError: there is none for it.

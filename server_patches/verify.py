@@ -1,25 +1,25 @@
-"""The verify route's work: live weights of whole layers, from all ranks, against what they should be."""
+"""Compare weights of whole layers, gathered from all ranks, with what they should be: the work of the verify route."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from server_patches.rank_group import RankGroup
 from sgld_lora_merge.adapter.pairs import layer_name
 from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some
 from sgld_lora_merge.merge.targets import CannotLand, Landing, ModuleView, Target
 from sgld_lora_merge.merge.verify import Piece, assemble, sampled, sha256, within
 
-Share = Callable[[Callable[[], Any]], list[Any]]
 Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class VerifiedLayer:
     """One layer of the request, with its place on this rank."""
 
     name: str
@@ -36,71 +36,18 @@ class _Layer:
         return [Piece(piece.target, piece.rows.cpu()) for piece in self.pieces()]
 
 
-def verify(
-    expected: Expectations,
-    views: Mapping[str, ModuleView],
-    rows: Callable[[str, Target], torch.Tensor],
-    share: Share,
-    *,
-    first: bool,
-) -> dict[str, Any]:
-    """Compare; the answer is complete on the first rank.
+def find_layers(
+    expected: Expectations, views: Mapping[str, ModuleView], rows: Callable[[str, Target], torch.Tensor]
+) -> list[VerifiedLayer]:
+    """Find the layers of a request on this rank.
 
     Args:
         expected: module -> layer prefix -> ``sha256`` or ``samples``.
-        rows: what a module has at a target, ``[rows, columns]``.
-        share: a collective that runs work on every rank and gives every rank all results, or raises on every rank. It
-            is entered for the layers' places, once for each layer with a checksum, which bounds the memory to one
-            layer, and once for all samples. What a rank does in between is part of its next work: no rank fails alone.
-        first: this is the rank that compares.
+        rows: returns what a module has at a target, ``[rows, columns]``.
 
     Raises:
-        LoraMergeError: modules and layers that are not there, or any rank's failure; on every rank alike.
+        RequestError: modules and layers that are not there, or that cannot be verified.
     """
-    layers: list[_Layer] = []
-    mismatched: list[str] = []
-    waiting: list[tuple[_Layer, list[Piece]]] = []  # a layer whose pieces have come and are not compared yet
-
-    def place() -> bool:
-        layers.extend(_resolve(expected, views, rows))
-        return True
-
-    def compare() -> None:
-        while waiting:
-            layer, pieces = waiting.pop()
-            if first and sha256(assemble(layer.landing, pieces)) != layer.checksum:
-                mismatched.append(layer.name)
-
-    def pieces_of(layer: _Layer) -> list[Piece]:
-        compare()
-        return layer.pieces_on_host()
-
-    def samples() -> list[dict[int, float]]:
-        compare()
-        return [sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers]
-
-    share(place)
-    for layer in layers:
-        if layer.checksum is not None:
-            pieces = [piece for rank in share(partial(pieces_of, layer)) for piece in rank]
-            waiting.append((layer, pieces))
-    by_rank = share(samples)
-    for position, layer in enumerate(layers):
-        values = {index: value for rank in by_rank for index, value in rank[position].items()}
-        if not all(i in values and within(values[i], s[2], s[3], layer.dtype) for i, s in enumerate(layer.samples)):
-            mismatched.append(layer.name)
-    told = f"{len(mismatched)} of {len(layers)} layers are not what they should be: {name_some(mismatched)}"
-    return {
-        "success": not mismatched,
-        "message": told if mismatched else f"all {len(layers)} layers are what they should be",
-        "mismatched": mismatched,
-        "checked": len(layers),
-    }
-
-
-def _resolve(
-    expected: Expectations, views: Mapping[str, ModuleView], rows: Callable[[str, Target], torch.Tensor]
-) -> list[_Layer]:
     layers, faults = [], Faults()
     for module, by_layer in expected.items():
         view = views.get(module)
@@ -118,7 +65,52 @@ def _resolve(
             else:
                 dtype = view.weight(landing.targets[0].weight).dtype
                 own = partial(rows, module)
-                layers.append(_Layer(f"{module}.{layer}", landing, own, dtype, each["sha256"], each["samples"] or []))
+                samples = each["samples"] or []
+                layers.append(VerifiedLayer(f"{module}.{layer}", landing, own, dtype, each["sha256"], samples))
     if faults:
         raise RequestError(*faults)
     return layers
+
+
+def compare_layers(layers: Sequence[VerifiedLayer], group: RankGroup) -> dict[str, Any]:
+    """Compare layers on all ranks; the answer is complete on the first rank.
+
+    All ranks gather the pieces of one layer with a checksum after the other, which bounds the memory to one layer, and
+    then the values of all samples. What a rank computes in between is part of its next step: no rank fails alone.
+
+    Raises:
+        RejectedByRank: any rank failed; on every rank alike.
+    """
+    mismatched: list[str] = []
+    waiting: list[tuple[VerifiedLayer, list[Piece]]] = []  # a layer whose pieces have come and are not compared yet
+
+    def compare() -> None:
+        while waiting:
+            layer, pieces = waiting.pop()
+            if group.is_first and sha256(assemble(layer.landing, pieces)) != layer.checksum:
+                mismatched.append(layer.name)
+
+    def pieces_of(layer: VerifiedLayer) -> list[Piece]:
+        compare()
+        return layer.pieces_on_host()
+
+    def samples() -> list[dict[int, float]]:
+        compare()
+        return [sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers]
+
+    for layer in layers:
+        if layer.checksum is not None:
+            pieces = [piece for rank in group.run(partial(pieces_of, layer)) for piece in rank]
+            waiting.append((layer, pieces))
+    by_rank = group.run(samples)
+    for position, layer in enumerate(layers):
+        values = {index: value for rank in by_rank for index, value in rank[position].items()}
+        if not all(i in values and within(values[i], s[2], s[3], layer.dtype) for i, s in enumerate(layer.samples)):
+            mismatched.append(layer.name)
+    wrong = f"{len(mismatched)} of {len(layers)} layers are not what they should be: {name_some(mismatched)}"
+    return {
+        "success": not mismatched,
+        "message": wrong if mismatched else f"all {len(layers)} layers are what they should be",
+        "mismatched": mismatched,
+        "checked": len(layers),
+    }

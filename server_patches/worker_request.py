@@ -1,4 +1,4 @@
-"""What the HTTP process sends to the workers."""
+"""The message from the HTTP process to the workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any, Literal
 
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
-from sgld_lora_merge.wire.schema import LORA_MERGE, UpdateRequest, check_update, parse_fields
+from sgld_lora_merge.wire.schema import (
+    DEFAULT_ADAPTER,
+    LORA_MERGE,
+    UpdateRequest,
+    UploadQuery,
+    check_update,
+    parse_fields,
+)
 
 
 @dataclass
@@ -53,7 +59,7 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
 
 
 def to_workers(update: UpdateRequest) -> MergeReq:
-    """The request of a checked update, as one that is live by itself."""
+    """Return the message of a checked update that is live by itself."""
     return MergeReq(
         serialized_named_tensors=list(update.serialized_named_tensors),
         payload_gpu_uuids=update.payload_gpu_uuids,
@@ -71,8 +77,23 @@ def to_workers(update: UpdateRequest) -> MergeReq:
     )
 
 
+def from_upload(query: UploadQuery, path: str) -> MergeReq:
+    """Return the message of a checked upload, which lies in a file of this machine."""
+    return MergeReq(
+        serialized_named_tensors=[],
+        target_modules=None if query.target_module is None else [query.target_module],
+        weight_update_mode=LORA_MERGE,
+        lora_alpha=query.lora_alpha,
+        lora_rank=query.lora_rank,
+        weight_version=query.weight_version,
+        update_id=query.update_id,
+        upload_path=path,
+        adapter=query.adapter,
+    )
+
+
 def from_stock(stock: UpdateWeightFromTensorReqInput) -> MergeReq:
-    """sglang's own request as one of ours, its fields checked as those of a request by HTTP.
+    """Return sglang's own request as one of ours, its fields checked as those of a request by HTTP.
 
     Raises:
         LoraMergeError: with all that is wrong with the fields.

@@ -1,27 +1,83 @@
-"""What a worker says of itself: to the status, to sglang's list of adapters, and after a failure."""
+"""What a worker says: in its answers, to the status, to sglang's list of adapters, and after a failure."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from server_patches.verdicts import NotTogether
+from server_patches.rank_result import RanksDiverged
 from sgld_lora_merge.adapter.pairs import Pair
-from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.merge.engine import MergeEngine, ModuleState
+from sgld_lora_merge.errors import LoraMergeError, name_some
+from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, Plan
+from sgld_lora_merge.merge.kernels import MergeStats
 from sgld_lora_merge.merge.resident import all_pairs
+from sgld_lora_merge.printable import printable
+
+logger = logging.getLogger(__name__)
 
 
-def outcome(error: LoraMergeError, engine: MergeEngine) -> str:
-    """The error, and what the engine serves now."""
-    if isinstance(error, NotTogether) or error.reason == "full_update":
+def failure_message(error: LoraMergeError, engine: MergeEngine) -> str:
+    """Return the error, and what the engine serves now."""
+    if isinstance(error, RanksDiverged) or error.reason == "full_update":
         return str(error)
-    live = ", ".join(f"{name} at {told_version(state)}" for name, state in engine.states.items() if state.live)
+    live = ", ".join(f"{name} at {version_in_words(state)}" for name, state in engine.states.items() if state.live)
     return f"{error}. Nothing was changed: the engine serves {live or 'the base weights'}"
 
 
-def told_version(state: ModuleState) -> str:
-    """The version of a module in words; of a mixture, every version and how many layers have it."""
+def live_answer(
+    engine: MergeEngine,
+    plan: Plan,
+    stats: Mapping[str, MergeStats],
+    timings: dict[str, float],
+    done: str,
+    *,
+    tells_kept: bool,
+) -> dict[str, Any]:
+    """Return the answer to a change that is live now, and log it.
+
+    Args:
+        stats: of all ranks, by module.
+        timings: milliseconds by stage.
+        done: what has become of the weights, without the modules.
+        tells_kept: the message says how many layers keep another version.
+    """
+    states = {part.module: engine.state(part.module) for part in plan.modules}
+    modules = {
+        part.module: {
+            "layers": len(part.layers),
+            "rounding_loss": stats[part.module].rounding_loss if part.merged else None,
+            "merge_mode": part.merge_mode,
+            "kept": states[part.module].versions.layers_beside(part),
+            "versions": states[part.module].versions.named_counts,
+        }
+        for part in plan.modules
+    }
+    modes = {part.merge_mode for part in plan.modules}
+    names = list(modules)
+    version = states[names[0]].weight_version if names else None
+    message = f"{done} in {name_some(names) or 'every module'}"
+    for name, each in modules.items():
+        if each["kept"] and tells_kept:
+            has = version_in_words(states[name])
+            message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
+    logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
+    return {
+        "message": message,
+        "weight_version": version,
+        "layers": plan.layers,
+        "skipped": plan.skipped,
+        "merge_mode": value_of_all(modes) if len(modes) < 2 else "mixed",
+        "merge_precision": str(engine.precision),
+        "base_store": states[names[0]].store.kind if names else None,
+        "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
+        "modules": modules,
+        "timings_ms": timings,
+    }
+
+
+def version_in_words(state: ModuleState) -> str:
+    """Return the version of a module in words; of a mixture, every version and how many layers have it."""
     if not state.versions.is_mixed:
         return f"weight_version {state.weight_version!r}"
     return "mixed weight_versions " + ", ".join(f"{name!r} ({n})" for name, n in state.versions.named_counts.items())
@@ -30,7 +86,7 @@ def told_version(state: ModuleState) -> str:
 def snapshot(
     engine: MergeEngine, states: Mapping[str, str], timings: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Every module as the status route shows it; store sizes are those of rank 0.
+    """Return every module as the status route shows it; store sizes are those of rank 0.
 
     Args:
         states: the word for the state of each module.
@@ -56,19 +112,19 @@ def snapshot(
     return modules
 
 
-def held(engine: MergeEngine, module: str) -> str:
-    """How a module holds what is live: "base" for nothing, "merged", or "dynamic" where no weight is merged."""
+def how_it_is_held(engine: MergeEngine, module: str) -> str:
+    """Return how a module holds what is live: "base" for nothing, "merged", "dynamic" where no weight is merged."""
     live = engine.state(module).live.values()
     dynamic = {placed.target.dynamic for adapter in live for placed in adapter.values()}
     return "base" if not dynamic else "dynamic" if dynamic == {True} else "merged"
 
 
-def tell_adapters(status: dict[str, Any], engine: MergeEngine) -> None:
+def list_adapters(status: dict[str, Any], engine: MergeEngine) -> None:
     """Add what is live to sglang's own list of adapters, in its terms."""
     for module, state in engine.states.items():
         entries = status["active"].setdefault(module, []) if state.live else []
         for adapter in sorted(state.live):
-            merged = held(engine, module) == "merged"
+            merged = how_it_is_held(engine, module) == "merged"
             own = {"nickname": adapter, "path": None}
             entries.append(
                 own
@@ -82,11 +138,11 @@ def tell_adapters(status: dict[str, Any], engine: MergeEngine) -> None:
 def _shape(pairs: Collection[Pair]) -> dict[str, Any]:
     return {
         "layers": len({pair.layer for pair in pairs}),
-        "rank": only({pair.rank for pair in pairs}),
-        "scale": only({pair.scale for pair in pairs}),
+        "rank": value_of_all({pair.rank for pair in pairs}),
+        "scale": value_of_all({pair.scale for pair in pairs}),
     }
 
 
-def only(values: set[Any]) -> Any:
-    """The value that all layers share; a sorted list where they differ; None where there are none."""
+def value_of_all(values: set[Any]) -> Any:
+    """Return the value that all layers share; a sorted list where they differ; None where there are none."""
     return next(iter(values)) if len(values) == 1 else sorted(values) or None

@@ -9,7 +9,8 @@ from sgld_lora_merge.adapter.precision import Precision, precision_from_environm
 from sgld_lora_merge.errors import ConflictError, LoraMergeError, RequestError
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.merge.fingerprint import payload_fingerprint
-from sgld_lora_merge.merge.targets import Landing, LinearModule, ModuleView, Span, Target
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import Landing, LinearModule, ModuleView, Target
 from sgld_lora_merge.wire.payload import pack
 
 __all__ = [

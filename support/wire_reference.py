@@ -26,6 +26,7 @@ Schema = dict[str, Any]
 
 def routes() -> str:
     """Every route of the plugin in its OpenAPI schema."""
+    from server_patches.coordinator import Coordinator
     from server_patches.replicas import Replicas
     from server_patches.routes import MergeRoutes
 
@@ -33,7 +34,7 @@ def routes() -> str:
         raise NotImplementedError
 
     app = FastAPI()
-    app.include_router(MergeRoutes(Replicas(nobody, 1), staging_timeout_s=1.0).router())
+    app.include_router(MergeRoutes(Coordinator(Replicas(nobody, 1), staging_timeout_s=1.0)).router())
     rows = [
         f"| `{method.upper()} {path}` | {_cell(operation['description'])} |"
         for path, operations in app.openapi()["paths"].items()

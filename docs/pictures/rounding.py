@@ -15,7 +15,7 @@ import torch
 
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels.reference import MergeJob, Term, merge, scratch_for
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -28,11 +28,10 @@ from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.cli.engine import connect, status
 from sgld_lora_merge.cli.inspection import Report, report
 from sgld_lora_merge.errors import LoraMergeError, name_some
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.trainer.answers import UpdateTold
 from sgld_lora_merge.trainer.sync import DTYPES
 from sgld_lora_merge.trainer.transport import HttpTransport, accepted
-from sgld_lora_merge.wire.schema import DEFAULT_MODULE
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

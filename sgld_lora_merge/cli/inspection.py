@@ -14,7 +14,7 @@ from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.merge.kernels import MergeJob, MergeStats, Term, merge, scratch_for
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 _BLOCK = re.compile(r"^.*?[._]\d+[._]")  # up to the first number in a layer's name
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.merge.kernels import Term
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 Key = tuple[str, int]
 Reduce = Callable[[nn.Module, torch.Tensor], torch.Tensor]

@@ -15,9 +15,10 @@ from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.base_store import BaseStore, Key
 from sgld_lora_merge.merge.branches import Branch
 from sgld_lora_merge.merge.kernels import MergeJob
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER, Adapters, Copy, all_pairs
+from sgld_lora_merge.merge.resident import Adapters, Copy, all_pairs
 from sgld_lora_merge.merge.targets import Offloaded, Target
 from sgld_lora_merge.wire.bucket import Bucket
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 TargetJob = tuple[Target, MergeJob]
 Outline = tuple[Any, ...]

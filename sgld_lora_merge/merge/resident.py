@@ -13,10 +13,9 @@ from sgld_lora_merge.adapter.pairs import BucketPairs, Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.base_store import Key
 from sgld_lora_merge.merge.kernels import Term
-from sgld_lora_merge.merge.targets import Span, Target
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import Target
 from sgld_lora_merge.wire.bucket import Bucket
-
-DEFAULT_ADAPTER = "default"
 
 
 @dataclass(frozen=True, eq=False)

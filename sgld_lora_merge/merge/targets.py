@@ -16,31 +16,12 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.adapter.kohya import segments_of, spellings
+from sgld_lora_merge.merge.spans import Span
 
 if TYPE_CHECKING:
     from sgld_lora_merge.merge.branches import Branches
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True, order=True)
-class Span:
-    """A half-open range ``[start, stop)`` of rows or columns."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def shifted(self, offset: int) -> Span:
-        return Span(self.start + offset, self.stop + offset)
-
-    def within(self, other: Span) -> Span:
-        """The part of this range that lies in another; empty, at an end of that, where nothing does."""
-        start = min(max(self.start, other.start), other.stop)
-        return Span(start, max(start, min(self.stop, other.stop)))
 
 
 @dataclass(frozen=True)

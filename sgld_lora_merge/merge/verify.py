@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sgld_lora_merge.merge.targets import Landing, Span, Target
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import Landing, Target
 
 _MANTISSA_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST_EXPONENT = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}

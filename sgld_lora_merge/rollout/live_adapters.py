@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.trainer.transport import Answer, Transport
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic_core import PydanticCustomError, from_json
 
 from sgld_lora_merge.errors import SHOWN_FAULTS, LoraMergeError, RequestError, cut, in_short, summarise
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.wire.limits import (
     LONGEST_LABEL,
     LONGEST_NAME,
@@ -25,6 +24,18 @@ from sgld_lora_merge.wire.payload import FLATTENED_BUCKET
 
 LORA_MERGE = "lora_merge"
 DEFAULT_MODULE = "transformer"
+DEFAULT_ADAPTER = "default"
+
+UPDATE_ROUTE = "/update_weights_from_tensor"  # sglang's own
+UPLOAD_ROUTE = "/lora_merge/upload"
+COMMIT_ROUTE = "/lora_merge/commit"
+ABORT_ROUTE = "/lora_merge/abort"
+RESET_ROUTE = "/lora_merge/reset"
+ROLLBACK_ROUTE = "/lora_merge/rollback"
+VERIFY_ROUTE = "/lora_merge/verify"
+RESOLVE_ROUTE = "/lora_merge/resolve"
+STATUS_ROUTE = "/lora_merge/status"
+METRICS_ROUTE = "/lora_merge/metrics"
 
 MergeMode = Literal["merge", "dynamic", "mixed"]
 Model = TypeVar("Model", bound=BaseModel)

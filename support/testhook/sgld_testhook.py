@@ -128,7 +128,7 @@ def handle(gpu_worker: Any, body: dict) -> Any:
     from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group, get_world_group
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
-    from server_patches.agreement import gather
+    from server_patches.rank_group import gather
 
     replica = get_replica_group()
     mine: Any = None
@@ -146,9 +146,9 @@ def handle(gpu_worker: Any, body: dict) -> Any:
         mine = base64.b64encode(raw(parameter)).decode()
     elif body["action"] == "reload":
         if body["rank"] == get_world_group().rank_in_group:
-            from server_patches import hooks
+            from server_patches import worker_patches
 
-            with hooks._worker.base_weights_change(gpu_worker.pipeline.modules[body["module"]]):
+            with worker_patches._worker.base_weights_change(gpu_worker.pipeline.modules[body["module"]]):
                 pass
     elif body["action"] == "gc":
         mine = collected
@@ -180,7 +180,7 @@ STAGES = {
     "plan": ("engine", "plan", True),
     "verify": ("verify", "sampled", False),
     "compare": ("verify", "sha256", False),
-    "agree": ("phases", "gather", False),
+    "agree": ("rank_group", "gather", False),
     "commit": ("engine", "begin", False),
     "written": ("engine", "begin", True),
     "revert": ("engine", "revert", False),
@@ -211,11 +211,11 @@ def fault_of(name: str, stage: str, sender: list[int]) -> None:
 
 
 def fail_once(stage: str, fault: str, sender: list[int]) -> None:
-    from server_patches import hooks, phases, request_reader, verify
+    from server_patches import rank_group, request_reader, verify, worker_patches
 
-    worker = hooks._worker
+    worker = worker_patches._worker
     owners = {"worker.states": worker.states, "engine": worker.engine}
-    owners |= {"request_reader": request_reader, "phases": phases, "verify": verify}
+    owners |= {"request_reader": request_reader, "rank_group": rank_group, "verify": verify}
     if stage == "revert":  # which nothing reaches but a failed commit
         fail_once("written", fault, sender)
     place, name, after = STAGES[stage]

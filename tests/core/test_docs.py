@@ -48,11 +48,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_every_metric_of_the_dashboard_and_of_the_page_is_one_of_the_engine():
-    from server_patches.engine_record import Record
+    from server_patches.engine_record import EngineRecord
     from server_patches.metrics import text
 
     module = {"weight_version": "7", "layers": 1, "rounding_loss": 0.1, "base_store_bytes": 1}
-    record = Record(modules={"transformer": module})
+    record = EngineRecord(modules={"transformer": module})
     record.failure("request")
     record.received(1, live=True, timings_ms={"merge": 1.0})
     there = set(re.findall(r"^(sgld_lora_\w+)", text(record).decode(), re.MULTILINE))

@@ -16,7 +16,7 @@ import torch
 
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import MergeJob, Term, triton
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 PAIRS = (torch.bfloat16, torch.float32)

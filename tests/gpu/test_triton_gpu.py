@@ -13,7 +13,7 @@ import torch
 
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import MergeJob, Term
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 kernel = pytest.importorskip("sgld_lora_merge.merge.kernels.grouped")
 

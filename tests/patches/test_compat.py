@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import compat
+from server_patches.patch import patches
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ def test_no_sglang_is_said_with_the_command_that_installs_it(monkeypatch):
 
 
 def test_every_patch_says_why_and_until_when():
-    for patch in compat.patches():
+    for patch in patches():
         assert patch.target.startswith("sglang.multimodal_gen.runtime.")
         assert patch.kind in ("AROUND", "BEFORE", "AFTER")
         assert patch.why
@@ -57,9 +58,9 @@ def test_every_patch_says_why_and_until_when():
 
 
 def test_hooks_that_did_not_take_are_named():
-    targets = [patch.target for patch in compat.patches()]
-    assert compat.unapplied(set(targets)) is None
-    assert targets[0] in compat.unapplied(set(targets[1:]))
+    targets = [patch.target for patch in patches()]
+    assert compat.unapplied(patches(), set(targets)) is None
+    assert targets[0] in compat.unapplied(patches(), set(targets[1:]))
 
 
 def test_the_matrix_and_the_engine_extra_have_the_supported_versions():

@@ -12,7 +12,8 @@ import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.merge.targets import CannotLand, Span
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import CannotLand
 from support.server import before_0_5_23
 
 pytest.importorskip("sglang.multimodal_gen.runtime.layers.quantization")  # 0.5.21 cannot import linear before it

@@ -97,7 +97,7 @@ def make(monkeypatch):
     """Makes sglang's app with the plugin's routes and guard."""
     from sglang.multimodal_gen.runtime.entrypoints import http_server
 
-    from server_patches.routes import install
+    from server_patches.installation import install
 
     def made(key=None, change=lambda app: None):
         monkeypatch.setattr(http_server, "SERVER_WARMUP_BYPASS_PATHS", http_server.SERVER_WARMUP_BYPASS_PATHS)

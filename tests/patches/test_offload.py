@@ -9,7 +9,7 @@ import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 pytest.importorskip("sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload")
 
 from server_patches.offload import HostWeights
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 WEIGHTS = {"x": torch.zeros(6, 3), "y": torch.zeros(2, 5, dtype=torch.bfloat16)}
 

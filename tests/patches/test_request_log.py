@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from server_patches.request_log import Entry, line
+from server_patches.request_log import LogEntry, line
 
 
 def test_a_success_is_told_with_what_it_did():
     answer = {"state": "live", "weight_version": "7", "layers": 2, "rounding_loss": 0.01, "message": "2 layers",
               "modules": {"transformer": {}}, "timings_ms": {"total": 1.0}}  # fmt: skip
-    told = json.loads(line(Entry("update", update_id="u", weight_version="7", nbytes=5), 200, answer))
+    told = json.loads(line(LogEntry("update", update_id="u", weight_version="7", nbytes=5), 200, answer))
     assert told == {
         "event": "update", "status": 200, "reason": None, "update_id": "u", "weight_version": "7", "state": "live",
         "layers": 2, "rounding_loss": 0.01, "timings_ms": {"total": 1.0}, "modules": ["transformer"], "bytes": 5,
@@ -19,7 +19,7 @@ def test_a_success_is_told_with_what_it_did():
 
 
 def test_a_failure_is_told_with_its_reason_and_the_version_that_it_would_have_made():
-    entry = Entry("update", weight_version="8", reason="request")
+    entry = LogEntry("update", weight_version="8", reason="request")
     told = json.loads(line(entry, 400, {"success": False, "message": "no\nlayer"}))
     assert (told["status"], told["reason"], told["weight_version"], told["message"]) == (
         400,
@@ -30,17 +30,19 @@ def test_a_failure_is_told_with_its_reason_and_the_version_that_it_would_have_ma
 
 
 def test_it_is_one_line():
-    assert "\n" not in line(Entry("update"), 400, {"message": "one\ntwo"})
+    assert "\n" not in line(LogEntry("update"), 400, {"message": "one\ntwo"})
 
 
 def test_long_texts_of_a_caller_are_cut():
-    entry = Entry("update", update_id="u" * 10**6, weight_version="v" * 10**6, reason="request")
+    entry = LogEntry("update", update_id="u" * 10**6, weight_version="v" * 10**6, reason="request")
     told = line(entry, 400, {"message": "m\n" * 10**6})
     assert len(told) < 10_000
     assert json.loads(told)["update_id"] == "u" * 197 + "..."
 
 
 def test_what_a_caller_writes_ends_no_line_and_moves_no_cursor():
-    told = line(Entry("update", update_id="a\n\x1b[2Jforged", weight_version="\r\u2028x"), 400, {"message": "\x9b\n"})
+    told = line(
+        LogEntry("update", update_id="a\n\x1b[2Jforged", weight_version="\r\u2028x"), 400, {"message": "\x9b\n"}
+    )
     assert told.isascii()
     assert told.isprintable()

@@ -9,7 +9,7 @@ import pytest
 import support  # noqa: F401  # isort: skip  # lets sglang be imported beside a CPU torch
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
-from server_patches import hooks
+from server_patches import worker_patches
 from server_patches.worker_request import from_stock
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 
@@ -21,10 +21,10 @@ def updated(self, named_tensors, load_format=None, target_modules=None, weight_u
 def test_sglangs_own_merge_is_refused_however_its_mode_is_passed():
     for arguments in (([], None, None, "lora_merge"), ([],)):
         keywords = {} if len(arguments) > 1 else {"weight_update_mode": "lora_merge"}
-        success, message = hooks.refuse_own_merge(updated, object(), *arguments, **keywords)
+        success, message = worker_patches.refuse_own_merge(updated, object(), *arguments, **keywords)
         assert success is False
         assert "sglang's own merge is not run" in message
-    assert hooks.refuse_own_merge(updated, object(), []) == (True, "sglang's own None")
+    assert worker_patches.refuse_own_merge(updated, object(), []) == (True, "sglang's own None")
 
 
 def test_an_update_asked_of_the_worker_is_handled_by_ours(monkeypatch):
@@ -35,9 +35,12 @@ def test_an_update_asked_of_the_worker_is_handled_by_ours(monkeypatch):
         return types.SimpleNamespace(output={"success": False, "message": "no"})
 
     request = UpdateWeightFromTensorReqInput(["x"])
-    assert hooks.update_in_worker(lambda *_: (True, "before the plugin"), None, request) == (True, "before the plugin")
-    monkeypatch.setattr(hooks, "_worker", types.SimpleNamespace(handle_stock=handle_stock))
-    assert hooks.update_in_worker(lambda *_: (True, "sglang's own"), None, request) == (False, "no")
+    assert worker_patches.update_in_worker(lambda *_: (True, "before the plugin"), None, request) == (
+        True,
+        "before the plugin",
+    )
+    monkeypatch.setattr(worker_patches, "_worker", types.SimpleNamespace(handle_stock=handle_stock))
+    assert worker_patches.update_in_worker(lambda *_: (True, "sglang's own"), None, request) == (False, "no")
     assert seen == [request]
 
 

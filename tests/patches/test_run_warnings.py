@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from server_patches.run_warnings import Warnings
+from server_patches.run_warnings import RunWarnings
 
 
 def messages(caplog):
@@ -12,7 +12,7 @@ def messages(caplog):
 
 
 def test_a_rounding_loss_that_stays_high_is_told_once_with_the_switch(caplog):
-    warnings = Warnings()
+    warnings = RunWarnings()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             warnings.merged({"transformer": 0.7, "vae": 0.0})
@@ -25,7 +25,7 @@ def test_a_rounding_loss_that_stays_high_is_told_once_with_the_switch(caplog):
 
 
 def test_the_first_small_updates_of_a_run_are_not_worth_a_line(caplog):
-    warnings = Warnings()
+    warnings = RunWarnings()
     with caplog.at_level(logging.WARNING):
         for loss in (0.9, 0.8, 0.3, 0.9, 0.8, 0.1):
             warnings.merged({"transformer": loss})
@@ -33,7 +33,7 @@ def test_the_first_small_updates_of_a_run_are_not_worth_a_line(caplog):
 
 
 def test_branches_that_a_generation_did_not_use_are_named_once(caplog):
-    warnings = Warnings()
+    warnings = RunWarnings()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             warnings.generated({"transformer": ["blocks.0.attn.to_q.weight"], "vae": []})

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import upload
+from server_patches.coordinator import Coordinator
 from server_patches.guard import Gate, Guard, Limits
 from server_patches.replicas import Replicas
 
@@ -33,7 +34,7 @@ class Engine:
     def __init__(self, uploads, **limits):
         self.asked = []
         app = FastAPI()
-        app.include_router(MergeRoutes(Replicas(self.ask, 1), 600.0, uploads=uploads).router())
+        app.include_router(MergeRoutes(Coordinator(Replicas(self.ask, 1), 600.0), uploads).router())
         app.add_middleware(Gate, router=app.router, guard=Guard(Limits(**limits), lambda: None))
         config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none")
         self.server = uvicorn.Server(config)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 import support  # noqa: F401  # lets sglang be imported beside a CPU torch
-from server_patches import hooks
+from server_patches import http_patches
 from server_patches.version_header import ATTRIBUTE, HEADER, VersionTeller, header_value, note, stamp
 
 
@@ -110,7 +110,7 @@ def test_a_job_tells_its_version_when_it_is_asked_for():
 
     store = AsyncDictStore()
     update, read = (partial(hook, method, store) for hook, method in (
-        (hooks.keep_stamp, AsyncDictStore.update_fields), (hooks.note_stamp, AsyncDictStore.get),
+        (http_patches.keep_stamp, AsyncDictStore.update_fields), (http_patches.note_stamp, AsyncDictStore.get),
     ))  # fmt: skip
     jobs = []
 
@@ -120,7 +120,7 @@ def test_a_job_tells_its_version_when_it_is_asked_for():
         await update("job", {"status": "completed"})
 
     async def begin(_):
-        await hooks.keep_stamp(AsyncDictStore.upsert, store, "job", {"status": "queued"})
+        await http_patches.keep_stamp(AsyncDictStore.upsert, store, "job", {"status": "queued"})
         jobs.append(asyncio.create_task(work()))
         return JSONResponse({"status": "queued"})
 

@@ -27,7 +27,7 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import reference
 from sgld_lora_merge.merge.kernels.reference import MergeJob, MergeStats, Term
 from sgld_lora_merge.merge.kernels.tiles import STATISTICS, merge_group
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 OLDEST_CAPABILITY = (8, 0)  # has bfloat16 in its tensor cores
 

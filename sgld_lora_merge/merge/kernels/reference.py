@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sgld_lora_merge.adapter.precision import Precision
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 READABLE = 8  # elements, 16 bytes of a 16-bit dtype: rows of whole multiples are read by any kernel where they are
 CHUNK_ELEMENTS = 2 * 2**20  # elements of one float64 temporary: 16 MiB; bounds scratch, does not change any result

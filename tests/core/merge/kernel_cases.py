@@ -10,7 +10,7 @@ import torch
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import MergeJob, Term, reference, word_tiles, words
 from sgld_lora_merge.merge.kernels import grouped as kernel
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 FP32, FP16 = Precision.FP32, Precision.FP16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

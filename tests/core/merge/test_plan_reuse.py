@@ -14,7 +14,8 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.merge.targets import LinearModule, Span
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import LinearModule
 from sgld_lora_merge.wire.bucket import entries_of, flatten, layout_text, unflatten
 
 LAYERS = {"x": (24, 16), "y": (16, 16), "z": (8, 32)}

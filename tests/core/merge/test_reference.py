@@ -8,7 +8,7 @@ import torch
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.kernels import MergeJob, MergeStats, Term, reference
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 
 FP32, FP16 = Precision.FP32, Precision.FP16
 WEIGHT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sgld_lora_merge.merge.targets import Landing, Span, Target
+from sgld_lora_merge.merge.spans import Span
+from sgld_lora_merge.merge.targets import Landing, Target
 from sgld_lora_merge.merge.verify import Piece, assemble, sampled, sha256, within
 
 

@@ -8,7 +8,7 @@ import torch
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import reference
 from sgld_lora_merge.merge.kernels.reference import MergeJob, Term
-from sgld_lora_merge.merge.targets import Span
+from sgld_lora_merge.merge.spans import Span
 from sgld_lora_merge.merge.verify import sha256, within
 from sgld_lora_merge.trainer.expected import SAMPLES, expected_base, expected_merged
 from sgld_lora_merge.trainer.names import LayerPair

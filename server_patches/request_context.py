@@ -1,4 +1,4 @@
-"""What is known of one request while a rank works on it: where its time goes, and what it was sent."""
+"""What is known of one request while a rank works on it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from server_patches.worker_request import MergeReq
 from sgld_lora_merge.merge.fingerprint import SentUpdates
 
 
-class Clock:
-    """Milliseconds by stage.
+class RequestContext:
+    """A request, the time of its stages, and what became of its payloads.
 
     Attributes:
-        opened: whether the payload was opened on the way.
-        sent: what this rank was sent, which the others must have been sent too; None for requests without pairs. It may
-            refer to the sender's memory.
+        req: the request.
+        opened: whether this rank has opened its payload.
+        opened_by_rank: the same of every rank, as far as this rank has heard.
+        sent: what this rank was sent, which the other ranks must have been sent too; None for requests without pairs.
+            It may refer to the sender's memory.
         digest: of that, for other replicas; set where there are some.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, req: MergeReq, ranks: int) -> None:
+        self.req = req
         self.opened = False
+        self.opened_by_rank = [False] * ranks
         self.sent: SentUpdates | None = None
         self.digest = ""
         self._started = time.perf_counter()
@@ -28,6 +33,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Add the time of a block to a stage."""
         started = time.perf_counter()
         try:
             yield
@@ -35,5 +41,6 @@ class Clock:
             self._stages[name] = self._stages.get(name, 0.0) + (time.perf_counter() - started) * 1e3
 
     def milliseconds(self) -> dict[str, float]:
+        """Return milliseconds by stage, and their total since the request came."""
         stages = {"deserialize": 0.0, "validate": 0.0, "merge": 0.0, **self._stages}
         return {**stages, "total": (time.perf_counter() - self._started) * 1e3}
