@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import support  # noqa: F401  # isort: skip  # first: lets diffusers be imported beside a CPU torch
 import torch
 
 from benchmarks.sync import DEVICE, ENGINES, RANK, SIZES, wait_for_the_kernel

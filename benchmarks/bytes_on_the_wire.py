@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-import support  # noqa: F401  # peft and diffusers import torchvision, which needs help beside a CPU build of torch
 from benchmarks.inventories import models
 from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets
@@ -82,7 +81,7 @@ def row(name: str, model: torch.nn.Module, recipe: Recipe) -> str:
     adapter = read_adapter(wrapped, PeftLoRAKeyMapper())
     lora, lora_buckets = planned(adapter.pairs)
     layers = read_layers(wrapped, adapter)
-    full, full_buckets = planned({layer: list(each.parameters.values()) for layer, each in layers.items()})
+    full, full_buckets = planned({layer: list(each.tensors.values()) for layer, each in layers.items()})
     count = recipe.transformers
     cells = [
         name, str(count), f"{count * len(adapter.pairs)}", str(recipe.rank), f"{count * lora / 2**20:.1f} MiB",

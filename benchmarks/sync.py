@@ -25,7 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import support  # noqa: F401  # isort: skip  # first: lets PEFT and diffusers be imported beside a CPU torch
 import torch
 from diffusers import ZImageTransformer2DModel
 from peft import LoraConfig, PeftModel, get_peft_model

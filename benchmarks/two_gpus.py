@@ -32,7 +32,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import support  # noqa: F401  # isort: skip  # first: lets PEFT and diffusers be imported beside a CPU torch
 import torch
 import torch.distributed as dist
 from diffusers import ZImageTransformer2DModel

@@ -1,5 +1,1 @@
-"""Programs to run from a checkout; `support` lets diffusers be imported beside a CPU torch."""
-
-import support
-
-__all__ = ["support"]
+"""Programs to run from a checkout."""

@@ -58,7 +58,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def fsdp2(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
-    """Each block sharded by itself, and what is left."""
+    """Shard each block by itself, and then what is left."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in base.layers:
         fully_shard(block, mesh=mesh)
@@ -96,12 +96,12 @@ def step(model: torch.nn.Module) -> float:
     return float(loss.detach())
 
 
-def train(rank: int, args: argparse.Namespace, port: int, shard: Shard, gather: Gather | None) -> None:
-    """What every rank runs."""
+def train(rank: int, args: argparse.Namespace, meet: Path, shard: Shard, gather: Gather | None) -> None:
+    """Run one rank of the trainer; the ranks meet in a file."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("sgld_lora_merge").setLevel(logging.INFO)
     diffusers.utils.logging.set_verbosity_error()  # the checkpoint's config has two fields for sglang alone
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=RANKS)
     model = sharded_model(args, shard)
     sync = select_weight_sync(args)(
         args, model, [HttpTransport(args.engine)], gpus_per_engine=args.gpus_per_engine, verify=True, gather=gather
@@ -119,18 +119,19 @@ def train(rank: int, args: argparse.Namespace, port: int, shard: Shard, gather: 
 
 
 def launch(args: argparse.Namespace, shard: Shard, gather: Gather | None) -> None:
-    """Both ranks, until they have ended.
+    """Run both ranks until they have ended.
 
     Not by torch's spawn: it waits for the end of a pipe that torch's manager of shared memory holds open, and that one
     lives as long as an engine that has read from it.
     """
-    port = server.free_ports(1)[0]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=train, args=(rank, args, port, shard, gather)) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    with tempfile.TemporaryDirectory() as folder:
+        given = args, Path(folder) / "meet", shard, gather
+        ranks = [context.Process(target=train, args=(rank, *given)) for rank in range(RANKS)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
     if failed := [number for number, rank in enumerate(ranks) if rank.exitcode]:
         raise SystemExit(f"ranks {failed} failed")
 

@@ -202,7 +202,7 @@ def main() -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = checkpoints.zimage(Path(folder) / "zimage")
-        log = args.output / "server.log"
+        log = args.output / "engine" / "server.log"
         console.print(f"starting sglang-diffusion with a tiny Z-Image; takes 20 to 60 s, log in {log}")
         with server.running(checkpoint, "Z-Image", args.output) as engine:
             rows = run(Trainer(checkpoint, engine), args.updates)

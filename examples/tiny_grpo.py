@@ -226,7 +226,7 @@ def trained_model(folder: Path) -> nn.Module:
 def serving(folder: Path, output: Path, *, fp32: bool) -> Iterator[server.Server]:
     """The real engine of the checkpoint in one of the two precisions."""
     console.print(
-        f"starting sglang-diffusion, {'fp32' if fp32 else 'fp16'}; takes 20 to 60 s, log in {output}/server.log"
+        f"starting sglang-diffusion, {'fp32' if fp32 else 'fp16'}; takes 20 to 60 s, log in {output}/engine/server.log"
     )
     # one thread: for so small a model more of them only wait for each other
     with server.running(

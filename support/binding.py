@@ -27,12 +27,11 @@ from sglang.multimodal_gen.runtime.loader.rank_local_checkpoint import _mapped_p
 from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 from torch import nn
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches.engine_module import EngineModule
 from sgld_lora_merge.adapter.families import Family, load_families
 from sgld_lora_merge.adapter.pairs import Pair, layer_name
 from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
-from sgld_lora_merge.trainer.sync import DTYPES
+from sgld_lora_merge.trainer.expected import DTYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 

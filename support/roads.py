@@ -20,7 +20,6 @@ import pickle
 import sys
 from typing import Any
 
-import support  # noqa: F401  # isort: skip  # first: lets sglang be imported beside a CPU torch
 import zmq
 from sglang.multimodal_gen.configs.sample.sampling_params import DataType  # noqa: F401
 from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator

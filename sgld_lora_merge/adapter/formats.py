@@ -17,12 +17,13 @@ from sgld_lora_merge.adapter.file import read_adapter
 from sgld_lora_merge.adapter.pairs import Pair, layer_name, pair_up
 from sgld_lora_merge.adapter.precision import checked_scale
 from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some
-from sgld_lora_merge.trainer.adapter_config import keeps_base
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"  # diffusers puts PEFT's config there, as JSON
 COMPONENT = "transformer."  # diffusers' pipelines put the module's name in front
+# inits that leave the base weights as they are; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take B @ A off them
+_KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ def named_tensors(pairs: Sequence[Pair]) -> list[tuple[str, torch.Tensor]]:
             (f"{pair.layer}.lora_B", pair.b.view(*pair.b.shape, *[1] * (a.dim() - 2))),
         ]
     return [(name, tensor.contiguous()) for name, tensor in named]
+
+
+def keeps_base(init: object) -> bool:
+    """Return whether this ``init_lora_weights`` leaves the base weights as they are; None is PEFT's default."""
+    return (init.lower() if isinstance(init, str) else init) in _KEEP_BASE
 
 
 def _find(path: Path) -> tuple[Path, dict[str, Any] | None]:

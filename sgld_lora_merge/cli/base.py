@@ -1,4 +1,4 @@
-"""Base weights of a checkpoint, read layer by layer."""
+"""Read the base weights of a checkpoint, layer by layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BaseWeights:
         self._flat = {name.removesuffix(".weight").replace(".", "_"): name for name in self._file_of}
 
     def under(self, pair: Pair, layer: str) -> torch.Tensor:
-        """The weight that a pair is added to: that of a layer, which may be named as kohya does.
+        """Return the weight that a pair is added to: that of a layer, which may be named as kohya does.
 
         Raises:
             LoraMergeError: there is none of that name, or it has another shape.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
-import torch
+import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -25,13 +22,12 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli import doctor as checks
 from sgld_lora_merge.cli import pushing, show
 from sgld_lora_merge.cli.base import BaseWeights
-from sgld_lora_merge.cli.engine import connect, status
-from sgld_lora_merge.cli.inspection import Report, report
+from sgld_lora_merge.cli.inspection import AdapterReport, report
 from sgld_lora_merge.errors import LoraMergeError, name_some
-from sgld_lora_merge.trainer.answers import UpdateTold
-from sgld_lora_merge.trainer.sync import DTYPES
-from sgld_lora_merge.trainer.transport import HttpTransport, accepted
-from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE
+from sgld_lora_merge.trainer.answers import ShownStatus, UpdateShown
+from sgld_lora_merge.trainer.expected import DTYPES
+from sgld_lora_merge.trainer.transport import Answer, HttpTransport, SyncError, UploadTransport, accepted
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE, RESET_ROUTE, ROLLBACK_ROUTE, STATUS_ROUTE
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -64,7 +60,7 @@ Base = Annotated[
 ]
 
 
-def told(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def failing_with_a_sentence(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """End a command that fails with the sentence of its error, on stderr, and exit code 1."""
 
     @functools.wraps(command)
@@ -79,7 +75,7 @@ def told(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 @app.command("doctor")
-@told
+@failing_with_a_sentence
 def doctor(as_json: AsJson = False) -> None:
     """Examine this machine: sglang, the plugin, the GPU, shared memory, and what the environment selects.
 
@@ -93,7 +89,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command("status")
-@told
+@failing_with_a_sentence
 def show_status(
     url: Url,
     as_json: AsJson = False,
@@ -113,7 +109,7 @@ def show_status(
 
 
 @app.command("reset")
-@told
+@failing_with_a_sentence
 def reset(
     url: Url,
     module: Annotated[list[str] | None, typer.Option(help="Only this module; may be given several times.")] = None,
@@ -121,20 +117,20 @@ def reset(
     as_json: AsJson = False,
 ) -> None:
     """Bring the base weights back, bit for bit."""
-    answer = connect(url).ask("/lora_merge/reset", {"target_modules": module, "adapter": adapter})
+    answer = connect(url).ask(RESET_ROUTE, {"target_modules": module, "adapter": adapter})
     _print(as_json, answer, _show_message)
 
 
 @app.command("rollback")
-@told
+@failing_with_a_sentence
 def rollback(url: Url, as_json: AsJson = False) -> None:
     """Bring back what was live before the last update or reset, one step."""
-    answer = connect(url).ask("/lora_merge/rollback", {})
+    answer = connect(url).ask(ROLLBACK_ROUTE, {})
     _print(as_json, answer, _show_message)
 
 
 @app.command("push")
-@told
+@failing_with_a_sentence
 def push(
     url: Url,
     path: AdapterPath,
@@ -173,7 +169,7 @@ def push(
     """
     if verify and base is None:
         raise LoraMergeError("--verify needs --base: what a layer must be is computed from its base weight")
-    update = pushing.Update(load_pairs(path, alpha), module, adapter, version or path.resolve().stem)
+    update = pushing.PushedAdapter(load_pairs(path, alpha), module, adapter, version or path.resolve().stem)
     engine = connect(url, upload=not ipc)
     modules = status(engine)["modules"]
     mapped = pushing.mapping(engine, update) if dry_run or verify or ipc else []
@@ -195,14 +191,14 @@ def push(
                     f"{name} holds {name_some(sorted(others))} too: their sum is not verified from here"
                 )
     answer = pushing.hand_over(engine, update, mapped) if ipc else _upload(engine, update, quiet=as_json)
-    accepted(f"{engine.url} answered", answer, UpdateTold)
+    accepted(f"{engine.url} answered", answer, UpdateShown)
     if verify:
         answer["verified"] = pushing.verify(engine, expected)
     _print(as_json, answer, _show_answer)
 
 
 @app.command("inspect")
-@told
+@failing_with_a_sentence
 def inspect(
     path: AdapterPath,
     family: Annotated[
@@ -231,37 +227,45 @@ def inspect(
     _print(as_json, asdict(found), lambda console, _: _show_report(console, found))
 
 
-@app.command("bench")
-@told
-def bench(
-    out: Annotated[Path, typer.Option(help="Folder for merge.json, merge.md and merge.png.")] = Path("merge_benchmark"),
-    pause: Annotated[float, typer.Option(help="Seconds of rest before each run, as between updates.")] = 0.0,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the merge of whole models on this machine's GPU, and draw it as multiples of the time of a copy."""
-    if not torch.cuda.is_available():
-        raise LoraMergeError("the benchmark needs a CUDA GPU, and torch sees none; run doctor")
-    if missing := [name for name in ("triton", "matplotlib") if importlib.util.find_spec(name) is None]:
-        raise LoraMergeError(f"the benchmark needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    out.mkdir(parents=True, exist_ok=True)
-    merge = [sys.executable, "-P", "-m", "benchmarks.merge", "--out", str(out), "--pause", str(pause)]
-    if code := subprocess.run(merge, stdout=sys.stderr, check=False).returncode:
-        raise LoraMergeError(f"the benchmark ended with exit code {code}")
-    measured = json.loads((out / "merge.json").read_text())
-    _print(as_json, measured, lambda console, _: console.print(f"written: {out / 'merge.md'}, {out / 'merge.png'}"))
-
-
 def main() -> None:
-    """The script."""
+    """Run the command line."""
     app()
 
 
-def _print(as_json: bool, content: dict[str, Any], tell: Callable[[Console, dict[str, Any]], None]) -> None:
-    """The content as one line of JSON, or told to a person."""
+def connect(url: str, *, upload: bool = False) -> HttpTransport:
+    """Return the engine at a URL, ``http://`` in front or not; updates go as JSON, or as an uploaded file.
+
+    Raises:
+        LoraMergeError: it is no URL.
+    """
+    try:
+        return (UploadTransport if upload else HttpTransport)(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL as error:
+        raise LoraMergeError(f"{url!r} is no URL: {error}") from error
+
+
+def status(engine: HttpTransport) -> Answer:
+    """Return what is live.
+
+    Raises:
+        LoraMergeError: there is no engine, one without the plugin, or one whose status lacks what is shown of it.
+    """
+    try:
+        return accepted(f"{engine.url} answered", engine.ask(STATUS_ROUTE), ShownStatus)
+    except SyncError as error:
+        if error.answered == 404:
+            raise LoraMergeError(
+                f"{engine.url} is an engine without sgld-lora-merge: run doctor where it runs"
+            ) from error
+        raise
+
+
+def _print(as_json: bool, content: dict[str, Any], show_content: Callable[[Console, dict[str, Any]], None]) -> None:
+    """Print the content as one line of JSON, or as a person wants it."""
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        tell(Console(), content)
+        show_content(Console(), content)
 
 
 def _show_message(console: Console, answer: dict[str, Any]) -> None:
@@ -293,7 +297,7 @@ def _show_answer(console: Console, answer: dict[str, Any]) -> None:
         console.print(f"verified: {answer['verified']}", markup=False)
 
 
-def _show_report(console: Console, found: Report) -> None:
+def _show_report(console: Console, found: AdapterReport) -> None:
     console.print(show.report(found))
     targets = ", ".join(f"{name} ({count})" for name, count in found.target_modules.items())
     console.print(f"\n{len(found.layers)} layers, {found.nbytes / 2**20:.1f} MiB of A and B")
@@ -306,7 +310,7 @@ def _show_report(console: Console, found: Report) -> None:
         console.print(f"target modules of the family that no layer has: {name_some(found.missing)}", markup=False)
 
 
-def _upload(engine: HttpTransport, update: pushing.Update, *, quiet: bool) -> dict[str, Any]:
+def _upload(engine: HttpTransport, update: pushing.PushedAdapter, *, quiet: bool) -> dict[str, Any]:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:

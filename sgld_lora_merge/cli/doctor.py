@@ -1,4 +1,4 @@
-"""What may keep an engine or its trainer from working on this machine: what each finding means, and what to do."""
+"""Find what may keep an engine or its trainer from working on this machine; say what it means and what to do."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Check:
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> list[Check]:
-    """All checks, in the order in which their failures are worth curing."""
+    """Run all checks, in the order in which their failures are worth curing."""
     return [*engine(), gpu(), share(), allocator(environ), shared_memory(), precision(environ), settings(environ)]
 
 
 def engine() -> list[Check]:
-    """sglang and the plugin, in a process of their own: applying the hooks imports the engine's whole runtime."""
+    """Check sglang and the plugin, in a process of their own: to apply the hooks imports the engine's whole runtime."""
     probe = [sys.executable, "-P", "-W", "ignore", "-m", "server_patches.probe"]  # -P: nothing of the current folder
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
@@ -65,18 +65,18 @@ def engine() -> list[Check]:
 
 
 def gpu() -> Check:
-    """GPUs that torch sees, and their driver."""
+    """Check which GPUs torch sees, and their driver."""
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__} is a build for CUDA {torch.version.cuda}"
         why = built if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
         return Check("GPU", "warning", f"none: {why}; an engine here runs on the CPU", "for a GPU, see nvidia-smi")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return Check("GPU", "ok", f"{told}, driver {_driver() or 'unknown'}, torch for CUDA {torch.version.cuda}")
+    gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Check("GPU", "ok", f"{gpus}, driver {_driver() or 'unknown'}, torch for CUDA {torch.version.cuda}")
 
 
 def share() -> Check:
-    """Whether another process can open memory of this one."""
+    """Check whether another process can open memory of this one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     what = "CUDA memory" if device.type == "cuda" else "shared memory on the CPU"
     try:
@@ -88,7 +88,7 @@ def share() -> Check:
 
 
 def allocator(environ: Mapping[str, str]) -> Check:
-    """Settings of torch's allocator under which memory has no handle that others can open."""
+    """Check the settings of torch's allocator: with some of them memory has no handle that others can open."""
     for variable in VARIABLES:
         if are_expandable(environ.get(variable, "")):
             meaning = (
@@ -101,19 +101,19 @@ def allocator(environ: Mapping[str, str]) -> Check:
 def shared_memory(
     folder: Path = SHARED_MEMORY, usage: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage
 ) -> Check:
-    """Room for uploads and for handles of CPU tensors."""
+    """Check the room for uploads and for handles of CPU tensors."""
     if not folder.is_dir():
         return Check("/dev/shm", "warning", "there is none; uploads are written to the disk", "mount a tmpfs there")
     total, _, free = usage(folder)
-    told = f"{total / 2**30:.2f} GiB, of which {free / 2**30:.2f} are free"
+    room = f"{total / 2**30:.2f} GiB, of which {free / 2**30:.2f} are free"
     if free < ENOUGH_SHARED_MEMORY:
         remedy = "start the container with --shm-size=8g, or more"
-        return Check("/dev/shm", "warning", f"{told}: a larger adapter than that cannot be uploaded", remedy)
-    return Check("/dev/shm", "ok", told)
+        return Check("/dev/shm", "warning", f"{room}: a larger adapter than that cannot be uploaded", remedy)
+    return Check("/dev/shm", "ok", room)
 
 
 def precision(environ: Mapping[str, str]) -> Check:
-    """How an engine with this environment would merge."""
+    """Check how an engine with this environment would merge."""
     try:
         chosen = precision_from_environment(environ)
     except LoraMergeError as error:
@@ -126,17 +126,22 @@ def precision(environ: Mapping[str, str]) -> Check:
 
 
 def settings(environ: Mapping[str, str]) -> Check:
-    """Whether an engine or a trainer with this environment would start."""
+    """Check whether an engine or a trainer with this environment would start."""
     try:
         settings_from(environ)
     except LoraMergeError as error:
-        return Check("settings", "failure", str(error), "correct or unset them: docs/operations.md has all variables")
+        return Check(
+            "settings", "failure", str(error), "correct or unset them: docs/configuration.md has all variables"
+        )
     names = [variable.name for variable in variables().values() if environ.get(variable.name)]
-    return Check("settings", "ok", f"all variables have their defaults but {', '.join(names) or 'none'}")
+    meaning = (
+        f"all variables have their defaults but {', '.join(names)}" if names else "all variables have their defaults"
+    )
+    return Check("settings", "ok", meaning)
 
 
 def _driver() -> str | None:
-    """The driver's version, where nvidia-smi is there to tell."""
+    """Return the driver's version, where nvidia-smi is there."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]

@@ -1,4 +1,4 @@
-"""What an adapter is: its layers, how large its update is, and what rounding would take of that."""
+"""Look at an adapter: its layers, how large its update is, and what rounding would take of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"^.*?[._]\d+[._]")  # up to the first number in a layer's n
 
 
 @dataclass(frozen=True)
-class Layer:
+class InspectedLayer:
     """One layer of an adapter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Report:
+class AdapterReport:
     """An adapter.
 
     Attributes:
@@ -53,7 +53,7 @@ class Report:
         missing: target modules of the family that no layer has.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[InspectedLayer, ...]
     target_modules: dict[str, int]
     nbytes: int
     rounding_loss: float | None
@@ -63,7 +63,7 @@ class Report:
 
 def report(
     pairs: Sequence[Pair], target_modules: Sequence[str] | None, base: BaseWeights | None, dtype: torch.dtype | None
-) -> Report:
+) -> AdapterReport:
     """Look at an adapter.
 
     Args:
@@ -81,7 +81,7 @@ def report(
         total += stats
     named = {target: [pair.layer for pair in pairs if _is_named(pair.layer, target)] for target in target_modules or ()}
     known = {layer for matching in named.values() for layer in matching}
-    return Report(
+    return AdapterReport(
         tuple(layers),
         dict(Counter(_BLOCK.sub("", pair.layer) for pair in pairs)),
         sum(pair.nbytes for pair in pairs),
@@ -91,23 +91,25 @@ def report(
     )
 
 
-def _look(pair: Pair, base: BaseWeights | None, dtype: torch.dtype | None) -> tuple[Layer, MergeStats]:
+def _look(pair: Pair, base: BaseWeights | None, dtype: torch.dtype | None) -> tuple[InspectedLayer, MergeStats]:
     shape = pair.shape
     dtypes = dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in (pair.a, pair.b))
-    told = pair.layer, shape, pair.rank, pair.scale, ", ".join(dtypes), _norm(pair)
+    known = pair.layer, shape, pair.rank, pair.scale, ", ".join(dtypes), _norm(pair)
     if base is None:
-        return Layer(*told), MergeStats()
+        return InspectedLayer(*known), MergeStats()
     weight = base.under(pair, pair.layer).flatten(1)
     if dtype is not None:
         weight = weight.to(dtype)
     term = Term(pair.a, pair.b, pair.scale, (Span(0, shape[0]),), (Span(0, shape[1]),))
     job = MergeJob(torch.empty_like(weight), weight, (term,))
     (stats,) = merge([job], Precision.FP32, scratch_for([job], Precision.FP32))
-    return Layer(*told, stats.rounding_loss, told[-1] / float(torch.linalg.vector_norm(weight.float()))), stats
+    return InspectedLayer(
+        *known, stats.rounding_loss, known[-1] / float(torch.linalg.vector_norm(weight.float()))
+    ), stats
 
 
 def _norm(pair: Pair) -> float:
-    """Without the product: the squared norm of B @ A is the sum of the elements of (B.T @ B) * (A @ A.T)."""
+    """Return the norm of ``scale * B @ A`` without the product: its square is the sum of (B.T @ B) * (A @ A.T)."""
     a, b = pair.a.double(), pair.b.double()
     return abs(pair.scale) * float(((b.T @ b) * (a @ a.T)).sum().clamp(min=0).sqrt())
 

@@ -1,4 +1,4 @@
-"""Sending an adapter: what would become of it, the update itself, and whether the engine then has the right weights."""
+"""Send an adapter: show where it would land, push it, and check that the engine then has the right weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgld_lora_merge.trainer.expected import Expectation, expected_merged
 from sgld_lora_merge.trainer.names import LayerPair
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
-from sgld_lora_merge.wire.schema import DEFAULT_MODULE, LORA_MERGE
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE, LORA_MERGE, RESOLVE_ROUTE, VERIFY_ROUTE
 
 CHUNK = 2**20  # bytes of an upload between two steps of its progress
 
@@ -48,7 +48,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Update:
+class PushedAdapter:
     """An adapter to send.
 
     Attributes:
@@ -63,13 +63,13 @@ class Update:
     version: str
 
     def fields(self) -> dict[str, str | None]:
-        """What an update has whichever way it is sent; with an id it may be repeated, and is the whole adapter."""
+        """Return the fields of an update; with an id it may be repeated, and is the module's whole adapter."""
         update_id = f"{self.version}-{uuid.uuid4().hex}"
         return {"adapter": self.adapter, "weight_version": self.version, "update_id": update_id}
 
 
 class Chunks:
-    """A file in pieces, which tells how many bytes have gone; each iteration begins anew."""
+    """A file in pieces that reports how many bytes have gone; each iteration begins anew."""
 
     def __init__(self, file: bytes, gone: Callable[[int], None]) -> None:
         self._file, self._gone = file, gone
@@ -80,11 +80,11 @@ class Chunks:
             self._gone(min(start + CHUNK, len(self._file)))
 
 
-def mapping(engine: Transport, update: Update) -> list[Mapped]:
-    """Where every pair would land; nothing is changed."""
+def mapping(engine: Transport, update: PushedAdapter) -> list[Mapped]:
+    """Ask the engine where every pair would land; nothing is changed."""
     module = update.module or DEFAULT_MODULE
     asked = {module: [pair.layer for pair in update.pairs]}
-    places = engine.ask("/lora_merge/resolve", {"modules": asked})["modules"].get(module, {})
+    places = engine.ask(RESOLVE_ROUTE, {"modules": asked})["modules"].get(module, {})
     if missing := [pair.layer for pair in update.pairs if pair.layer not in places]:
         raise SyncError(f"the engine does not say where layers would land: {name_some(missing)}")
     found = []
@@ -103,12 +103,14 @@ def mapping(engine: Transport, update: Update) -> list[Mapped]:
     return found
 
 
-def upload(engine: Transport, update: Update, gone: Callable[[int], None], begin: Callable[[int], None]) -> Answer:
+def upload(
+    engine: Transport, update: PushedAdapter, gone: Callable[[int], None], begin: Callable[[int], None]
+) -> Answer:
     """Send it as a safetensors file.
 
     Args:
-        begin: told how many bytes there are to send.
-        gone: told how many have gone, again and again.
+        begin: called with the number of bytes to send.
+        gone: called with the number of bytes that have gone, again and again.
     """
     file = adapter_bytes(dict(named_tensors(update.pairs)), _scaling(update.pairs))
     begin(len(file))
@@ -116,7 +118,7 @@ def upload(engine: Transport, update: Update, gone: Callable[[int], None], begin
     return engine.update({"target_module": update.module, **fields}, Chunks(file, gone))
 
 
-def hand_over(engine: Transport, update: Update, known: Sequence[Mapped]) -> Answer:
+def hand_over(engine: Transport, update: PushedAdapter, known: Sequence[Mapped]) -> Answer:
     """Send it as handles of shared memory, to an engine on this machine.
 
     Args:
@@ -144,9 +146,9 @@ def hand_over(engine: Transport, update: Update, known: Sequence[Mapped]) -> Ans
 
 
 def expectations(
-    update: Update, base: Path, known: Sequence[Mapped], precision: Precision
+    update: PushedAdapter, base: Path, known: Sequence[Mapped], precision: Precision
 ) -> dict[str, dict[str, Expectation]]:
-    """What every layer must be once the update is live, by module and by the sender's name of it.
+    """Return what every layer must be once the update is live, by module and by the sender's name of it.
 
     Args:
         base: of base weights, as in `BaseWeights`.
@@ -173,12 +175,12 @@ def expectations(
 
 
 def verify(engine: Transport, expected: Mapping[str, Mapping[str, Expectation]]) -> str:
-    """The engine's sentence, once it has compared every layer with what it must be.
+    """Let the engine compare every layer with what it must be; return its sentence.
 
     Raises:
         LoraMergeError: something is not what it must be.
     """
-    message: str = engine.ask("/lora_merge/verify", {"modules": expected})["message"]
+    message: str = engine.ask(VERIFY_ROUTE, {"modules": expected})["message"]
     return message
 
 

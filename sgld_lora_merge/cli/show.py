@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgld_lora_merge.cli.doctor import Check
-from sgld_lora_merge.cli.inspection import Report
+from sgld_lora_merge.cli.inspection import AdapterReport
 from sgld_lora_merge.cli.pushing import Mapped
 from sgld_lora_merge.trainer.transport import Answer
 
@@ -17,7 +17,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
 def table(*headings: str, title: str | None = None) -> Table:
-    """An empty one; a heading that ends in > is that of numbers."""
+    """Return an empty table; a heading that ends in > is that of numbers."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         made.add_column(
@@ -37,8 +37,8 @@ def modules(known: Answer) -> Table:
     """Every module of the engine, and under it the adapters of those that have several."""
     made = table("module", "state", "version", "layers>", "rank>", "scale>", "precision", "rounding loss>")
     for name, each in known["modules"].items():
-        told = [name, each["state"], _told(each["weight_version"]), *_shape(each), each["merge_precision"]]
-        _add(made, *told, _told(each["rounding_loss"]))
+        cells = [name, each["state"], _text(each["weight_version"]), *_shape(each), each["merge_precision"]]
+        _add(made, *cells, _text(each["rounding_loss"]))
         if len(each["adapters"]) > 1:
             for adapter, own in each["adapters"].items():
                 _add(made, f"  {adapter}", "", "", *_shape(own))
@@ -49,7 +49,7 @@ def updates(known: Answer) -> Table:
     made = table("update", "what became of it", "version", "buckets>", "why")
     for each in known["updates"]:
         buckets = f"{len(each['buckets'])} of {each['num_buckets']}"
-        _add(made, each["update_id"], each["state"], _told(each["weight_version"]), buckets, _told(each["reason"]))
+        _add(made, each["update_id"], each["state"], _text(each["weight_version"]), buckets, _text(each["reason"]))
     return made
 
 
@@ -61,13 +61,13 @@ def mapping(found: Sequence[Mapped]) -> Table:
     return made
 
 
-def report(found: Report) -> Table:
+def report(found: AdapterReport) -> Table:
     with_base = found.rounding_loss is not None
     extra = ("of the base>", "rounding loss>") if with_base else ()
     made = table("layer", "shape", "rank>", "scale>", "dtype", "norm>", *extra)
     for each in found.layers:
         cells = [each.layer, " x ".join(map(str, each.shape)), str(each.rank), f"{each.scale:g}", each.dtype]
-        with_its = [_told(each.relative), _told(each.rounding_loss)] if with_base else []
+        with_its = [_text(each.relative), _text(each.rounding_loss)] if with_base else []
         _add(made, *cells, f"{each.norm:.4g}", *with_its)
     return made
 
@@ -78,8 +78,8 @@ def _add(made: Table, *cells: str | Text) -> None:
 
 
 def _shape(shape: dict[str, Any]) -> list[str]:
-    return [str(shape["layers"]), _told(shape["rank"]), _told(shape["scale"])]
+    return [str(shape["layers"]), _text(shape["rank"]), _text(shape["scale"])]
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Several engines, one version: updates that all of them take or none, and engines that are brought back to it."""
+"""Several engines as one: an update is taken by all of them or by none, and engines are brought back to its version."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.rollout.live_adapters import LastLive, told
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError, Transport
+from sgld_lora_merge.rollout.live_adapters import LiveAdapters, versions_in_words
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.wire.schema import ABORT_ROUTE, COMMIT_ROUTE, ROLLBACK_ROUTE, STATUS_ROUTE, VERIFY_ROUTE
 
 Policy = Literal["immediate", "pause", "wait"]
 Result = TypeVar("Result")
 
-READ_ROUTES = (STATUS_ROUTE, "/lora_merge/verify")
+READ_ROUTES = (STATUS_ROUTE, VERIFY_ROUTE)
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ class Router(Protocol):
         """Send no new ones there."""
 
 
-class OneVersion:
+class EngineFleet:
     """A transport to several engines at once. An update is live on all of them, or on none.
 
     Args:
         engines: all of them.
-        last: what is live.
+        live: what is live on all of them.
         router: told which engines may be sent generations; None where there is no router.
         policy: "immediate": each engine goes live after what it has begun. "pause": the router sends nothing new while
             they go live, so that no generation begins on one version after another has begun on the next. "wait": nor
@@ -71,10 +72,10 @@ class OneVersion:
     """
 
     def __init__(
-        self, engines: Sequence[Engine], last: LastLive, router: Router | None = None, policy: Policy = "immediate"
+        self, engines: Sequence[Engine], live: LiveAdapters, router: Router | None = None, policy: Policy = "immediate"
     ) -> None:
         check_policy(policy, router)
-        self._engines, self._last, self._router, self._policy = list(engines), last, router, policy
+        self._engines, self._live, self._router, self._policy = list(engines), live, router, policy
         self._suspects: dict[str, str] = {}  # engine -> why it is not trusted although it answers
         self._served: set[str] = set()  # URLs that the router has
         self._lock = threading.RLock()
@@ -83,10 +84,10 @@ class OneVersion:
     @property
     def versions(self) -> Mapping[str, str]:
         """Module -> live version, of those that are not at their base weights."""
-        return dict(self._last.versions)
+        return dict(self._live.versions)
 
     def update(self, fields: Mapping[str, Any], file: bytes | None = None) -> Answer:
-        """One upload to every engine: staged everywhere, then live everywhere. The first engine's answer.
+        """Upload to every engine: staged everywhere, then live everywhere. Return the first engine's answer.
 
         Raises:
             RequestError: it lacks an update_id or a version, or is more than may be kept.
@@ -97,27 +98,27 @@ class OneVersion:
                 "handles go to the engine on their GPU (by_handles); what goes to several engines is a file"
             )
         with self._lock:
-            self._last.check(fields, file)
+            self._live.check(fields, file)
             self.heal()
             name = {"update_id": fields["update_id"]}
-            with self._held_back(self._policy == "wait"):
+            with self._without_router(self._policy == "wait"):
                 held = {**fields, "commit": False}
-                staged, faults = self._everywhere(lambda engine: engine.transport.update(held, file))
+                staged, faults = self._on_all(lambda engine: engine.transport.update(held, file))
                 if faults:
-                    self._everywhere(lambda engine: engine.transport.ask("/lora_merge/abort", name), staged)
+                    self._on_all(lambda engine: engine.transport.ask(ABORT_ROUTE, name), staged)
                     raise self._left_behind(faults, "did not take")
-                with self._held_back(self._policy == "pause"):
-                    live, faults = self._everywhere(lambda engine: engine.transport.ask("/lora_merge/commit", name))
+                with self._without_router(self._policy == "pause"):
+                    live, faults = self._on_all(lambda engine: engine.transport.ask(COMMIT_ROUTE, name))
                     if faults:
-                        back = self._everywhere(lambda engine: engine.transport.ask("/lora_merge/rollback", {}), live)
+                        back = self._on_all(lambda engine: engine.transport.ask(ROLLBACK_ROUTE, {}), live)
                         raise self._left_behind(faults | back[1], "did not commit")
             answer = next(iter(live.values()))
-            self._last.keep(fields, file, answer["modules"])
+            self._live.keep(fields, file, answer["modules"])
             return answer
 
     @contextmanager
     def by_handles(self) -> Iterator[Callable[[Mapping[str, Any], bytes], None]]:
-        """An update by handles, from trainer ranks to the engines on their GPUs, while nobody else changes engines.
+        """Let trainer ranks update the engines on their GPUs by handles, while nobody else changes engines.
 
         The engines are well on entry. What is yielded is called once all of them are live, with the fields and the file
         of an upload of the same adapter, which an engine that comes back is given. Without that call the version before
@@ -129,22 +130,22 @@ class OneVersion:
         """
         with self._lock:
             self.heal()
-            with self._held_back(self._policy != "immediate"):
+            with self._without_router(self._policy != "immediate"):
                 yield self._is_live
 
     def _is_live(self, fields: Mapping[str, Any], file: bytes) -> None:
-        self._last.check(fields, file)
+        self._live.check(fields, file)
         version = fields["weight_version"]
-        statuses, faults = self._everywhere(lambda engine: engine.probe.ask(STATUS_ROUTE))
+        statuses, faults = self._on_all(lambda engine: engine.probe.ask(STATUS_ROUTE))
         for name, status in statuses.items():
             if not (modules := [m for m, each in status["modules"].items() if each["weight_version"] == version]):
                 faults[name] = SyncError(f"it has no module at {version!r}", answered=200)
         if faults:
             raise self._left_behind(faults, "did not take")
-        self._last.keep(fields, file, modules)
+        self._live.keep(fields, file, modules)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        """Status or verify, of every engine; the first one's answer.
+        """Ask every engine for its status or a verify; return the first one's answer.
 
         Raises:
             SyncError: an engine did not say success, and which; or the route changes something.
@@ -152,19 +153,19 @@ class OneVersion:
         if route not in READ_ROUTES:
             raise SyncError(f"{route} is not asked of several engines; these are: {', '.join(READ_ROUTES)}")
         with self._lock:
-            answers, faults = self._everywhere(lambda engine: engine.transport.ask(route, fields))
+            answers, faults = self._on_all(lambda engine: engine.transport.ask(route, fields))
             if faults:
-                raise SyncError(f"{route}: {_each(faults)}")
+                raise SyncError(f"{route}: {_format(faults)}")
             return next(iter(answers.values()))
 
     def reset(self) -> None:
-        """The base weights everywhere.
+        """Bring the base weights back on every engine.
 
         Raises:
             SyncError: an engine is not at them, and which. It is brought to them as soon as it can be.
         """
         with self._lock:
-            self._last.forget()
+            self._live.forget()
             self.heal()
 
     def heal(self) -> None:
@@ -174,72 +175,72 @@ class OneVersion:
             SyncError: some could not be brought back, and which. The router has not got them.
         """
         with self._lock:
-            _, faults = self._everywhere(self._tend)
+            _, faults = self._on_all(self._recover)
             if faults:
-                raise SyncError(f"not on version {told(self._last.versions)}: {_each(faults)}")
+                raise SyncError(f"not on version {versions_in_words(self._live.versions)}: {_format(faults)}")
 
     def serve_nothing(self) -> None:
         """Take every engine from the router."""
         for url in list(self._served):
-            self._take_out(url)
+            self._remove_from_router(url)
 
     def close(self) -> None:
         """End the threads. Engines are their owner's."""
         self._pool.shutdown()
 
-    def _tend(self, engine: Engine) -> None:
-        """An engine counts as healthy, and the router has it, once it serves the live version."""
+    def _recover(self, engine: Engine) -> None:
+        """Bring one engine to the live version, if it is not there; only then is it healthy and the router has it."""
         ill = self._suspects.get(engine.name) or engine.fault()
         other = None
         if ill is None:
             try:
-                other = self._last.difference(engine.probe.ask(STATUS_ROUTE))
+                other = self._live.difference(engine.probe.ask(STATUS_ROUTE))
             except SyncError as error:
                 ill = str(error)
         if reason := ill or other:
             logger.warning("%s: %s; it is %s", engine.name, reason, "started" if ill else "brought back")
-            self._take_out(engine.url)
+            self._remove_from_router(engine.url)
             seconds = dict(engine.restart()) if ill else {}
             begun = time.perf_counter()
-            self._last.bring_to(engine.transport)
+            self._live.bring_to(engine.transport)
             seconds["adapter"] = time.perf_counter() - begun
-            if (other := self._last.difference(engine.probe.ask(STATUS_ROUTE))) is not None:
+            if (other := self._live.difference(engine.probe.ask(STATUS_ROUTE))) is not None:
                 raise SyncError(f"after it was given the last live adapter, {other}")
             self._suspects.pop(engine.name, None)
             stages = ", ".join(f"{stage} {took:.2f} s" for stage, took in seconds.items())
-            logger.info("%s is healthy, %s: %s", engine.name, told(self._last.versions), stages)
-        self._put_in(engine.url)
+            logger.info("%s is healthy, %s: %s", engine.name, versions_in_words(self._live.versions), stages)
+        self._add_to_router(engine.url)
 
     @contextmanager
-    def _held_back(self, hold: bool) -> Iterator[None]:
-        """The router sends no new generations to engines meanwhile."""
+    def _without_router(self, hold: bool) -> Iterator[None]:
+        """Keep all engines from the router meanwhile, if ``hold`` says so."""
         if not hold:
             yield
             return
         held = list(self._served)
         for url in held:
-            self._take_out(url)
+            self._remove_from_router(url)
         try:
             yield
         finally:
             for engine in self._engines:
                 if engine.url in held and engine.name not in self._suspects:
-                    self._put_in(engine.url)
+                    self._add_to_router(engine.url)
 
-    def _take_out(self, url: str) -> None:
+    def _remove_from_router(self, url: str) -> None:
         if self._router is not None and url in self._served:
             self._router.remove(url)
         self._served.discard(url)
 
-    def _put_in(self, url: str) -> None:
+    def _add_to_router(self, url: str) -> None:
         if self._router is not None and url not in self._served:
             self._router.add(url)
         self._served.add(url)
 
-    def _everywhere(
+    def _on_all(
         self, act: Callable[[Engine], Result], only: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Result], dict[str, SyncError]]:
-        """Do it on all engines at once, or on those named; results and failures by engine."""
+        """Act on all engines at once, or on those named; return results and failures by engine."""
         chosen = [engine for engine in self._engines if only is None or engine.name in only]
         futures = {engine.name: self._pool.submit(act, engine) for engine in chosen}
         wait(futures.values())
@@ -253,13 +254,13 @@ class OneVersion:
         return results, faults
 
     def _left_behind(self, faults: Mapping[str, SyncError], what: str) -> SyncError:
-        """The failure of an update. An engine that did not only refuse is started again by the next look."""
+        """Return the failure of an update. An engine that did not only refuse is started again by the next look."""
         for name, error in faults.items():
             if error.answered is None or error.answered >= 500:
                 self._suspects[name] = str(error)
         return SyncError(
             f"{', '.join(faults)} {what} the update, so that no engine has it: all others serve "
-            f"{told(self._last.versions)} as before. {_each(faults)}"
+            f"{versions_in_words(self._live.versions)} as before. {_format(faults)}"
         )
 
 
@@ -274,5 +275,5 @@ def check_policy(policy: str, router: Router | None) -> None:
         raise LoraMergeError(f"policy {policy!r} needs a router, which holds generations back")
 
 
-def _each(faults: Mapping[str, SyncError]) -> str:
+def _format(faults: Mapping[str, SyncError]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in faults.items())

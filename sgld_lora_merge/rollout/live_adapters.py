@@ -1,4 +1,4 @@
-"""What is live on every engine, kept in host memory for one that comes back."""
+"""Keep what is live on every engine in host memory, for an engine that comes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True, eq=False)
-class Upload:
+class LiveUpload:
     """One upload that is live.
 
     Attributes:
@@ -27,7 +27,7 @@ class Upload:
     modules: frozenset[str]
 
 
-class LastLive:
+class LiveAdapters:
     """The last live upload of every adapter of every module.
 
     Args:
@@ -36,12 +36,12 @@ class LastLive:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._uploads: list[Upload] = []
+        self._uploads: list[LiveUpload] = []
         self.versions: dict[str, str] = {}
         """Of every module that is not at its base weights."""
 
     def check(self, fields: Mapping[str, Any], file: bytes) -> None:
-        """Whether this could be kept.
+        """Check whether this upload could be kept.
 
         Raises:
             RequestError: with what is wrong.
@@ -57,37 +57,37 @@ class LastLive:
             raise RequestError(*faults)
 
     def keep(self, fields: Mapping[str, Any], file: bytes, modules: Collection[str]) -> None:
-        """This is live now on every engine; what it replaces is forgotten."""
-        new = Upload({name: value for name, value in fields.items() if name != "commit"}, file, frozenset(modules))
+        """Keep an upload that is live on every engine now; what it replaces is forgotten."""
+        new = LiveUpload({name: value for name, value in fields.items() if name != "commit"}, file, frozenset(modules))
         adapter = _place(fields)[0]
         kept = [each for each in self._uploads if _place(each.fields)[0] != adapter or not each.modules <= new.modules]
         self._uploads = [*kept, new]
         self.versions |= dict.fromkeys(modules, str(fields["weight_version"]))
 
     def forget(self) -> None:
-        """The base weights are live."""
+        """Forget all uploads: the base weights are live."""
         self._uploads, self.versions = [], {}
 
     def bring_to(self, engine: Transport) -> None:
-        """Make an engine live with all of it, whatever it has now."""
+        """Make an engine serve all of it, whatever it serves now."""
         engine.ask("/lora_merge/reset", {})
         for upload in self._uploads:
             # an id that the engine has had and lost is used up
             engine.update({**upload.fields, "update_id": uuid.uuid4().hex}, upload.file)
 
     def difference(self, status: Answer) -> str | None:
-        """What an engine of this status has live that is not this; None where it is the same."""
+        """Return how an engine of this status differs from what is live, as a sentence; None where it does not."""
         live = {name: each["weight_version"] for name, each in status["modules"].items() if each["weight_version"]}
         if live == self.versions:
             return None
-        return f"it serves {told(live)}, the last live version is {told(self.versions)}"
+        return f"it serves {versions_in_words(live)}, the last live version is {versions_in_words(self.versions)}"
 
 
 def _place(fields: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Adapter and module of an upload; no module where the names in the file say it."""
+    """Return adapter and module of an upload; no module where the names in the file say it."""
     return fields.get("adapter") or DEFAULT_ADAPTER, fields.get("target_module")
 
 
-def told(versions: Mapping[str, str]) -> str:
-    """Versions by module, for a message."""
+def versions_in_words(versions: Mapping[str, str]) -> str:
+    """Return versions by module, for a message."""
     return ", ".join(f"{module} at {version!r}" for module, version in sorted(versions.items())) or "the base weights"

@@ -14,9 +14,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.rollout.engine_process import EngineSpec
-from sgld_lora_merge.rollout.fleet import OneVersion, Policy, Router, check_policy
+from sgld_lora_merge.rollout.fleet import EngineFleet, Policy, Router, check_policy
 from sgld_lora_merge.rollout.gpus import check_apart
-from sgld_lora_merge.rollout.live_adapters import LastLive
+from sgld_lora_merge.rollout.live_adapters import LiveAdapters
 from sgld_lora_merge.rollout.ray_engine import ANSWER_S, RayEngine
 from sgld_lora_merge.trainer.arguments import engine_config, engine_environment
 
@@ -25,7 +25,7 @@ PLACEMENT_S = 120
 logger = logging.getLogger(__name__)
 
 
-class RolloutManager(OneVersion):
+class RolloutManager(EngineFleet):
     """Engines that are one transport: a strategy that uploads takes the manager in place of a list of transports.
 
     The engines are looked at every few seconds. One that has crashed, does not answer, answers 500, or serves something
@@ -41,7 +41,7 @@ class RolloutManager(OneVersion):
         merge_mode: sglang's ``--lora-merge-mode``.
         environment: of the engines, beside `engine_environment`.
         host: what they bind to; "0.0.0.0" where trainer or router are on other machines.
-        router, policy: of `OneVersion`.
+        router, policy: of `EngineFleet`.
         strategy: Ray's, of the placement.
         max_adapter_bytes: of host memory for the last live adapters.
         look_every: seconds between two looks at the engines.
@@ -87,7 +87,7 @@ class RolloutManager(OneVersion):
             remove_placement_group(self._group)
             raise LoraMergeError(f"no place for {engines} engines of {bundle}; Ray has {ray.available_resources()}")
         self.engines = [RayEngine(started, self._group, i, gpus_per_engine, timeout) for i in range(engines)]
-        super().__init__(self.engines, LastLive(max_adapter_bytes), router, policy)
+        super().__init__(self.engines, LiveAdapters(max_adapter_bytes), router, policy)
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(look_every,), daemon=True)
         try:

@@ -11,15 +11,15 @@ from sgld_lora_merge.trainer.arguments import (
     validate_lora_arguments,
 )
 from sgld_lora_merge.trainer.names import LayerPair, PeftLoRAKeyMapper, collect_lora_layer_groups
-from sgld_lora_merge.trainer.sync import SyncReport
-from sgld_lora_merge.trainer.transport import HttpTransport, SyncError, Transport, UploadTransport
-from sgld_lora_merge.trainer.updaters import (
+from sgld_lora_merge.trainer.strategies import (
     LORA_IPC_WEIGHT_UPDATE_MODE,
     DiffusionUpdateWeightFromTensor,
     DiffusionUpdateWeightFromTensorLoRA,
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
 )
+from sgld_lora_merge.trainer.sync import SyncReport
+from sgld_lora_merge.trainer.transport import HttpTransport, SyncError, Transport, UploadTransport
 
 if TYPE_CHECKING:
     from sgld_lora_merge.rollout.manager import RolloutManager

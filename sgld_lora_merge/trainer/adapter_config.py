@@ -1,4 +1,4 @@
-"""What a PEFT model tells of an adapter beside its tensors: what pairs cannot carry, and what became of the base."""
+"""Read what a PEFT model says of an adapter beside its tensors: what pairs cannot carry, and whether the base moved."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from sgld_lora_merge.adapter.formats import keeps_base
+
 NamedModules = Sequence[tuple[str, nn.Module]]
-
-# inits that leave the base weights as they are; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take B @ A off them
-_KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
-
-
-def keeps_base(init: object) -> bool:
-    """Whether this ``init_lora_weights`` leaves the base weights as they are; None is PEFT's default."""
-    return (init.lower() if isinstance(init, str) else init) in _KEEP_BASE
 
 
 def faults_of(modules: NamedModules, adapter: str) -> list[str]:
-    """Why the pairs alone would not be the adapter, one sentence each."""
+    """Return why the pairs alone would not be the adapter, one sentence each."""
     faults: dict[str, None] = {}  # an ordered set: PEFT keeps a configuration in more than one module
     for name, module in modules:
         own = vars(module)
@@ -36,7 +30,7 @@ def faults_of(modules: NamedModules, adapter: str) -> list[str]:
 
 
 def init_that_moved_the_base(modules: NamedModules, adapter: str) -> str | None:
-    """The ``init_lora_weights`` that took B @ A off the base weights; None where they are the checkpoint's."""
+    """Return the ``init_lora_weights`` that took B @ A off the base weights; None where they are the checkpoint's."""
     for _, module in modules:
         init = getattr(_config(module, adapter), "init_lora_weights", True)
         if not keeps_base(init):

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from sgld_lora_merge.wire.schema import COMMIT_ROUTE, RESOLVE_ROUTE, STATUS_ROUTE, VERIFY_ROUTE
+
 Value = TypeVar("Value")
 
 
@@ -120,7 +122,7 @@ class Verified(Answered):
     message: str
 
 
-class UpdateTold(Answered):
+class UpdateShown(Answered):
     """Of an update, as the command line shows it."""
 
     message: str
@@ -177,8 +179,8 @@ class ShownStatus(Answered):
 
 
 FORMS: dict[str, type[Answered]] = {
-    "/lora_merge/status": Status,
-    "/lora_merge/commit": Changed,
-    "/lora_merge/resolve": Resolved,
-    "/lora_merge/verify": Verified,
+    STATUS_ROUTE: Status,
+    COMMIT_ROUTE: Changed,
+    RESOLVE_ROUTE: Resolved,
+    VERIFY_ROUTE: Verified,
 }

@@ -8,14 +8,14 @@ from argparse import ArgumentParser, Namespace
 from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.errors import LoraMergeError, summarise
 from sgld_lora_merge.settings import PRECISION_VARIABLE
-from sgld_lora_merge.trainer.lora import LoRASync
-from sgld_lora_merge.trainer.sync import DTYPES
-from sgld_lora_merge.trainer.updaters import (
+from sgld_lora_merge.trainer.expected import DTYPES
+from sgld_lora_merge.trainer.strategies import (
     DiffusionUpdateWeightFromTensor,
     DiffusionUpdateWeightFromTensorLoRA,
     DiffusionUpdateWeightFromTensorLoRAIPC,
     DiffusionUpdateWeightLoRAUpload,
 )
+from sgld_lora_merge.trainer.sync import WeightSync
 from sgld_lora_merge.wire.schema import DEFAULT_MODULE
 
 DEFAULT_BUFFER_SIZE = 2 * 2**30
@@ -49,7 +49,7 @@ def add_lora_arguments(parser: ArgumentParser) -> None:
 
 
 def validate_lora_arguments(args: Namespace, parser: ArgumentParser | None = None) -> Namespace:
-    """Fill what the family knows, in place, and check; the same ``args``.
+    """Fill what the family knows, in place, and check; return the same ``args``.
 
     Raises:
         LoraMergeError: with all that is wrong; with a parser, that is its error.
@@ -71,12 +71,12 @@ def validate_lora_arguments(args: Namespace, parser: ArgumentParser | None = Non
 
 
 def engine_environment(args: Namespace) -> dict[str, str]:
-    """What the engine's environment must hold, so that it merges as the trainer computes."""
+    """Return what the engine's environment must hold, so that it merges as the trainer computes."""
     return {PRECISION_VARIABLE: "1" if args.diffusion_forward_dtype == "fp32" else "0"}
 
 
 def engine_config(args: Namespace) -> dict[str, list[str]]:
-    """What the engine's configuration file (``sglang serve --config``) must hold; sglang has no flag for it.
+    """Return what the engine's configuration file (``sglang serve --config``) must hold; sglang has no flag for it.
 
     sglang puts adapters of its own (``--lora-path``, ``/v1/set_lora``) on no other layers: on those in whose names, the
     engine's, one of these stands. An update is not restricted by it.
@@ -84,10 +84,8 @@ def engine_config(args: Namespace) -> dict[str, list[str]]:
     return {"lora_target_modules": list(args.lora_target_modules)} if args.use_lora else {}
 
 
-def select_weight_sync(
-    args: Namespace,
-) -> type[LoRASync | DiffusionUpdateWeightFromTensor]:
-    """The strategy that the flags choose."""
+def select_weight_sync(args: Namespace) -> type[WeightSync]:
+    """Return the strategy that the flags choose."""
     if not args.use_lora:
         return DiffusionUpdateWeightFromTensor
     if args.lora_ipc_weight_sync:

@@ -1,4 +1,4 @@
-"""Which layers travel together: buckets of at most a given number of bytes."""
+"""Decide which layers travel together: buckets of at most a given number of bytes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sgld_lora_merge.wire.bucket import aligned
 
 
 def whole_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, of a sharded one when it is whole; some kinds of shards know no more than shape and dtype."""
+    """Return the bytes of a tensor, of a shard those of the whole; some kinds of shards know only shape and dtype."""
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
 def flattened_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `sgld_lora_merge.wire.bucket.flatten` takes for these tensors; sharded ones count whole."""
+    """Return the bytes that `wire.bucket.flatten` takes for these tensors; shards count whole."""
     return sum(aligned(whole_nbytes(tensor)) for tensor in tensors)
 
 
 def plan_buckets(nbytes: Mapping[str, int], buffer_size: int) -> list[list[str]]:
-    """Layers in buckets.
+    """Put layers into buckets.
 
     The layers of one parent module (to_q, to_k, to_v) are one group, which is never split: an engine that replaces a
     fused layer by what one request carries works too. A bucket ends before the group that would exceed the size; a

@@ -1,4 +1,4 @@
-"""What the engine's weights must be, in the form of its verify route."""
+"""Compute what the engine's weights must be, in the form of its verify route."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.verify import sha256, ulp
 from sgld_lora_merge.trainer.names import LayerPair
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of --diffusion-forward-dtype
 SAMPLES = 16  # elements of a layer that are compared in fp32 mode
 
 Expectation = dict[str, Any]
 
 
 def expected_base(base: torch.Tensor, dtype: torch.dtype) -> Expectation:
-    """The whole base weight in the engine's dtype."""
+    """Return what the base weight must be, whole, in the engine's dtype."""
     return {"sha256": sha256(base.to(dtype))}
 
 
 def merged_weight(base: torch.Tensor, pair: LayerPair, scale: float) -> torch.Tensor:
-    """What an eager merge gives: every step in the base weight's own dtype, which is the engine's fp16 mode."""
+    """Return ``W0 + s * B @ A``, every step in the base weight's own dtype: what the engine's fp16 mode computes."""
     a, b = (side.flatten(1).to(base.dtype) for side in pair)
     return base + ((b @ a) * scale).to(base.dtype).view_as(base)
 
@@ -29,7 +30,7 @@ def merged_weight(base: torch.Tensor, pair: LayerPair, scale: float) -> torch.Te
 def expected_merged(
     base: torch.Tensor, pair: LayerPair, scale: float, dtype: torch.dtype, precision: Precision, seed: int
 ) -> Expectation:
-    """The merged weight: all of it where it is defined bit for bit, else some elements and how far off they may be.
+    """Return what the merged weight must be: its hash where it is defined bit for bit, else some elements and bounds.
 
     Args:
         base, pair: whole tensors on one device.
@@ -46,7 +47,7 @@ def expected_merged(
 def _samples(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, seed: int
 ) -> list[tuple[int, int, float, float]]:
-    """The float64 values, with the bound of fp32 mode: one rounding, and that of the float32 sums."""
+    """Return float64 values with the bound of the fp32 mode: one rounding, and that of the float32 sums."""
     chosen = torch.randint(weight.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
     rows, columns = (index.to(weight.device) for index in (chosen // weight.shape[1], chosen % weight.shape[1]))
     scale = float(torch.tensor(scale, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Sharded tensors made whole, one bucket ahead of the one that is sent."""
+"""Make sharded tensors whole, one bucket ahead of the one that is sent."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def start_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor when its collective has ended."""
+    """Wait until the collective that makes a tensor whole has ended; return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def whole(tensor: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
-    """One tensor made whole."""
+    """Make one tensor whole."""
     return waited((gather or start_whole)(tensor))
 
 
 def start_all(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Begin to make many tensors whole; what it gives waits for them. A collective.
+    """Begin to make many tensors whole; return a function that waits for them. A collective.
 
     Small shards of rows over one mesh, which is how FSDP2 has A and B, travel together: hundreds of collectives take
     the host longer than the links.
     """
-    groups = _together(tensors)
+    groups = group_small_shards(tensors)
     grouped = {index for group in groups for index in group}
     alone = {index: start_whole(tensor) for index, tensor in enumerate(tensors) if index not in grouped}
     begun = [(group, _start_rows([tensors[index] for index in group])) for group in groups]
@@ -63,8 +63,8 @@ def start_all(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor
     return finish
 
 
-def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of those that travel together, each group up to a limit of bytes."""
+def group_small_shards(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of shards that travel together, in groups up to a limit of bytes."""
     groups: list[list[int]] = []
     open_groups: dict[tuple[DeviceMesh, torch.dtype], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
@@ -81,7 +81,7 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _start_rows(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """One collective for DTensors of one dtype whose rows are sharded over one mesh of one dimension.
+    """Begin one collective for DTensors of one dtype whose rows are sharded over one mesh of one dimension.
 
     A rank has ``ceil(rows / ranks)`` rows, as `torch.chunk` gives them; the last ranks may have fewer, or none, and
     fill up, so that what is filled up is behind all rows.
@@ -113,7 +113,7 @@ def _filled(local: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class GatherAhead(Generic[Key]):
-    """Whole tensors bucket by bucket. While one is sent the next one is under way, and no other is in memory.
+    """Makes tensors whole bucket by bucket. While one is sent the next one is under way, and no other is in memory.
 
     Args:
         buckets: keyed tensors, the same on every rank and in the same order.
@@ -126,7 +126,7 @@ class GatherAhead(Generic[Key]):
         self._begun: tuple[list[Key], Callable[[], list[torch.Tensor]]] | None = None
 
     def begin(self) -> None:
-        """Begin the next bucket, unless it is begun: for when the present one is needed no more. A collective."""
+        """Begin the next bucket, unless it is begun: called when the present one is needed no more. A collective."""
         if self._begun is None and (bucket := next(self._buckets, None)):
             self._begun = [key for key, _ in bucket], self._start([tensor for _, tensor in bucket])
 
@@ -137,7 +137,7 @@ class GatherAhead(Generic[Key]):
             self.begin()
 
     def _whole(self, keys: list[Key], finish: Callable[[], list[torch.Tensor]]) -> list[tuple[Key, torch.Tensor]]:
-        """The bucket that was begun, to which nothing here refers any more."""
+        """Finish the bucket that was begun; nothing here refers to it afterwards."""
         self._begun = None
         return list(zip(keys, finish(), strict=True))
 

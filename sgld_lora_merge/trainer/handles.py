@@ -1,55 +1,123 @@
-"""Buckets as handles: CUDA IPC, or shared memory on a CPU."""
+"""Buckets as handles: CUDA IPC, or shared memory on a CPU. Every rank exports for the worker on its GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.memory import exportable_memory
-from sgld_lora_merge.trainer.sync import Content, NamedTensors, Update, WeightSync
+from sgld_lora_merge.trainer.ranks import Ranks
+from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpdate, parts_are_live
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
+from sgld_lora_merge.wire.schema import ABORT_ROUTE, COMMIT_ROUTE
 
 Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
 
+logger = logging.getLogger(__name__)
 
-class HandleSync(WeightSync[Content]):
-    """Every rank exports for the worker on its GPU; the first rank of an engine sends the payloads of all."""
+# Who holds which memory, until when:
+#
+#   gathered tensors   of one bucket, in ``named``; dropped as soon as the export, a copy, is made
+#   next bucket        gathered from then on (``meanwhile``), beside the export
+#   export             one flat buffer, held by this frame until every engine has answered: workers read it until then
+#   engine             opens the handle once, copies what it keeps, and closes it before it answers
+#
+# and where it fails:
+#
+#   before the request         nobody has heard of the export: `withdraw` frees it
+#   an engine has refused      its answer says by rank what was opened; what was not is withdrawn, the rest is closed
+#   no answer                  it is not known; the export is dropped, and torch frees it when the worker closes it
+#
+# After the answers `ipc_collect` gives the memory of closed exports back to the allocator.
+
+
+class ByHandles:
+    """Sends each bucket's handles, of all ranks of an engine, from the engine's first rank.
+
+    In a transaction several engines stage the update and go live when all of them have all of it.
+    """
+
+    extra_steps = 0
+    faults_on_stock: list[str] = []  # noqa: RUF012  # never changed
+
+    def __init__(self, _: Namespace, contents: Contents, transports: Sequence[Transport], gpus_per_engine: int) -> None:
+        ranks = Ranks(len(transports), gpus_per_engine)
+        self.engines = Engines(transports, ranks, [] if ranks.engine is None else [transports[ranks.engine]])
+        self._contents = contents
+        self._answers: list[Answer] = []
+
+    @property
+    def _in_transaction(self) -> bool:
+        return self._contents.transactional and not self.engines.stock
+
+    @property
+    def _waits_for_commit(self) -> bool:
+        """Whether a complete update waits for the commit that lets all engines go live."""
+        return self._in_transaction and len(self.engines.transports) > 1
+
+    def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
+        if index == 0:
+            self._answers = []
+        module, layers = update.buckets[index]
+        fields = self._contents.fields(update, module, layers, stock=self.engines.stock)
+        if self._in_transaction:
+            fields |= {
+                "update_id": update.update_id,
+                "bucket_index": index,
+                "num_buckets": len(update.buckets),
+                "commit": not self._waits_for_commit,
+            }
+        with nullcontext() if self._in_transaction else parts_are_live(index, update):
+            self._answers = self._push(module, named, fields, meanwhile)
+
+    def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:
+        if not self._waits_for_commit:
+            return self._answers
+        commit = {"update_id": update.update_id}
+        try:
+            return self.engines.call(lambda transport: transport.ask(COMMIT_ROUTE, commit))
+        except SyncError as error:
+            raise SyncError(
+                f"an engine did not commit update {update.update_id!r}; the other engines may be live with it: see "
+                f"their status, and sync again. {error}"
+            ) from error
+
+    def abort(self, update: SyncUpdate) -> None:
+        if not self._in_transaction or not (self._answers or self._waits_for_commit):
+            return
+        for transport in self.engines.mine:
+            try:
+                transport.ask(ABORT_ROUTE, {"update_id": update.update_id})
+            except SyncError as error:  # an engine that has nothing of it says so, which is no fault
+                logger.debug("update %s was not aborted: %s", update.update_id, error)
 
     def _push(
-        self,
-        module: str,
-        named: NamedTensors,
-        fields: Mapping[str, Any],
-        meanwhile: Callable[[], None],
-        *,
-        compact: bool = False,
+        self, module: str, named: NamedTensors, fields: dict[str, Any], meanwhile: Callable[[], None]
     ) -> list[Answer]:
-        """One bucket to every engine; the answers of all, on every rank.
-
-        Args:
-            named: whole tensors; they are gone when ``meanwhile`` is called, between the export and the request.
-            compact: the layout as text, which our own route reads.
-        """
+        """Send one bucket to every engine; return the answers of all, on every rank."""
         exported: Exported | None = None
 
         def export() -> None:
             nonlocal exported
-            exported = self._export(module, named, compact)
+            exported = self._export(module, named)
             named.clear()  # the export is a copy
             meanwhile()
 
         try:
-            self._together(export)
+            self.engines.run_on_all_ranks(export)
         except Exception:
             if exported is not None:
                 withdraw(exported[0], exported[2])  # no engine has heard of it
                 exported = None  # the traceback keeps this frame
             raise
-        payloads = self._ranks.of_engine(exported[:2]) if exported else []
+        payloads = self.engines.ranks.gather_of_engine(exported[:2]) if exported else []
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         request = {
             "serialized_named_tensors": [payload for payload, _ in payloads],
@@ -68,36 +136,29 @@ class HandleSync(WeightSync[Content]):
                 raise
 
         try:
-            return self._everyones(send)
+            return self.engines.call(send)
         except Exception:  # whatever it is on this rank, it is a collective
-            self._take_back(exported, opened)
+            self._withdraw_unopened(exported, opened)
             raise
         finally:
             del exported  # every engine has answered, so that nobody reads the memory any more
             if torch.cuda.is_initialized():
                 torch.cuda.ipc_collect()
 
-    @contextmanager
-    def _in_parts(self, sent: int, update: Update[Content]) -> Iterator[None]:
-        """A bucket of a sync that has no transaction: what fails says how much of it is live."""
-        try:
-            yield
-        except SyncError as error:
-            told = f"{sent} of {len(update.buckets)} buckets are live on the engines before this one failed"
-            raise SyncError(f"{told}: {error}") from error
-
-    def _take_back(self, exported: Exported | None, opened: list[bool]) -> None:
+    def _withdraw_unopened(self, exported: Exported | None, opened: list[bool]) -> None:
         """Free an export that the engine said it has not opened."""
-        by_engine = self._ranks.of_engine_from_first(opened)
-        if exported is not None and by_engine[self._ranks.place : self._ranks.place + 1] == [False]:
+        ranks = self.engines.ranks
+        by_place = ranks.of_engine_from_first(opened)
+        if exported is not None and by_place[ranks.place : ranks.place + 1] == [False]:
             withdraw(exported[0], exported[2])
 
-    def _export(self, module: str, named: NamedTensors, compact: bool) -> Exported | None:
-        """A payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
-        if not self._ranks.serves:
+    def _export(self, module: str, named: NamedTensors) -> Exported | None:
+        """Return a payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
+        if not self.engines.ranks.serves:
             return None
         device = named[0][1].device
         uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         with exportable_memory(device):
-            payload, buffers = pack({module: named}, compact=compact)
+            # the layout as text is read by our own route only
+            payload, buffers = pack({module: named}, compact=self._in_transaction)
         return payload, uuid_of_gpu, buffers

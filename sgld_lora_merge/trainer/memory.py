@@ -1,4 +1,4 @@
-"""Memory that another process can open."""
+"""Allocate memory that another process can open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 @contextmanager
 def exportable_memory(device: torch.device) -> Iterator[None]:
-    """What is allocated inside can be exported: expandable segments cannot be everywhere, so plain ones are used.
+    """Allocate without expandable segments inside, which cannot be exported everywhere.
 
     All settings are written, since torch resets those that it is not given.
     """
@@ -31,15 +31,16 @@ def exportable_memory(device: torch.device) -> Iterator[None]:
 
 
 def are_expandable(settings: str) -> bool:
-    """Whether these settings of the allocator ask for expandable segments."""
+    """Return whether these settings of the allocator ask for expandable segments."""
     return _EXPANDABLE.search(settings) is not None
 
 
 def allocator_settings() -> str:
-    """The CUDA allocator's settings as they are; of a torch that does not tell, those that the process began with."""
+    """Return the CUDA allocator's settings; with a torch that cannot say, those that the process began with."""
     getter = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
-    told = getter() if getter is not None else next(filter(None, map(os.environ.get, VARIABLES)), "")
-    return str(told)
+    if getter is not None:
+        return str(getter())
+    return next(filter(None, map(os.environ.get, VARIABLES)), "")
 
 
 def _set(settings: str) -> None:

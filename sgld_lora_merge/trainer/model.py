@@ -1,9 +1,10 @@
-"""What a PEFT model holds of one adapter: its pairs, their scales, and the weights under them."""
+"""Read a PEFT model: the pairs of one adapter, their scales and the weights under them, or all its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.targets import CONVOLUTIONS
 from sgld_lora_merge.trainer.adapter_config import faults_of, init_that_moved_the_base
+from sgld_lora_merge.trainer.expected import merged_weight
 from sgld_lora_merge.trainer.names import (
     BASE_LAYER,
     LayerPair,
@@ -38,6 +40,11 @@ class TrainedAdapter:
     scales: Mapping[str, float]
     base: Mapping[str, torch.Tensor]
     moved_by: str | None = None
+
+    @cached_property
+    def layers(self) -> Mapping[str, TrainedLayer]:
+        """What travels of each layer: A and B."""
+        return {layer: TrainedLayer({"lora_A": pair.a, "lora_B": pair.b}, True) for layer, pair in self.pairs.items()}
 
 
 def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
@@ -69,7 +76,7 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
 
 
 def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:
-    """The scales that alpha / rank of the request does not say, by layer prefix."""
+    """Return the scales that alpha / rank of the request does not say, by layer prefix."""
     said = None if alpha is None or rank is None else alpha / rank
     return {
         layer: scale
@@ -80,21 +87,38 @@ def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int 
 
 @dataclass(frozen=True, eq=False)
 class TrainedLayer:
-    """The parameters of one layer, and the pair that is merged into its weight before it travels.
+    """What travels of one layer, and the pair that is merged into its weight before.
 
     Attributes:
-        parameters: by their names in the layer; they may be shards.
+        tensors: by their names in the layer; they may be shards.
         linear: a linear layer or a convolution, whose weight an engine can verify.
+        pair: merged into ``weight``; None where the tensors travel as they are.
+        scale: of the pair.
     """
 
-    parameters: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     linear: bool
     pair: LayerPair | None = None
     scale: float = 1.0
 
+    @property
+    def needed(self) -> dict[str, torch.Tensor]:
+        """All that the layer's tensors are made of, by name; A and B of a pair are ``a`` and ``b``."""
+        return {**self.tensors, **(self.pair._asdict() if self.pair else {})}
+
+    def to_send(self, name: str, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor as it travels: a weight that has a pair is merged with it.
+
+        Args:
+            whole: `needed`, made whole.
+        """
+        if self.pair is None or name != "weight":
+            return whole[name]
+        return merged_weight(whole[name], LayerPair(*(whole[side] for side in LayerPair._fields)), self.scale)
+
 
 def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict[str, TrainedLayer]:
-    """All layers of a model by their prefix, under the names of its checkpoint: what PEFT adds is left out.
+    """Return all layers of a model by prefix, under the names of its checkpoint: what PEFT adds is left out.
 
     Args:
         adapter: what is merged; None for a model without LoRA.

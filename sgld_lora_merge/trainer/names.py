@@ -11,7 +11,7 @@ import torch
 
 from sgld_lora_merge.adapter.pairs import parse_name
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BASE_LAYER = "base_layer"  # PEFT's name of a layer that it has put an adapter on

@@ -23,9 +23,9 @@ class Ranks:
     """
 
     def __init__(self, engines: int, gpus_per_engine: int) -> None:
-        self._together = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self._together else 0
-        self.size = dist.get_world_size() if self._together else 1
+        self._distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._distributed else 0
+        self.size = dist.get_world_size() if self._distributed else 1
         needed = engines * gpus_per_engine
         if engines < 1 or gpus_per_engine < 1 or needed > self.size:
             raise LoraMergeError(
@@ -39,27 +39,27 @@ class Ranks:
         self.place = self.rank % gpus_per_engine
         """Of this rank's worker among those of its engine."""
         self._group: Any = None
-        self._everyone: Any = None
-        if self._together:
+        self._all: Any = None
+        if self._distributed:
             # objects travel over gloo, whatever the tensors travel over
-            self._everyone = dist.new_group(backend="gloo")
+            self._all = dist.new_group(backend="gloo")
             for first in range(0, needed, gpus_per_engine):
                 members = list(range(first, first + gpus_per_engine))
                 group = dist.new_group(members, backend="gloo")
                 if self.rank in members:
                     self._group, self._first = group, first
 
-    def everyone(self, value: Value) -> list[Value]:
-        """What every rank has, in the order of the ranks, on every rank."""
-        if not self._together:
+    def gather(self, value: Value) -> list[Value]:
+        """Return what every rank has, in the order of the ranks."""
+        if not self._distributed:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._everyone)
+        dist.all_gather_object(values, value, group=self._all)
         return values
 
-    def of_engine(self, value: Value) -> list[Value]:
-        """What the ranks of this rank's engine have, on the one that calls it; [] on the others."""
-        if not self._together:
+    def gather_of_engine(self, value: Value) -> list[Value]:
+        """Return what the ranks of this rank's engine have, on the rank that calls it; [] on the others."""
+        if not self._distributed:
             return [value]
         if not self.serves:
             return []
@@ -70,8 +70,8 @@ class Ranks:
         return values or []
 
     def of_engine_from_first(self, value: Value) -> Value:
-        """What the rank that calls the engine has, on all ranks of that engine; the others keep their own."""
-        if self._together and self.serves:
+        """Return what the rank that calls the engine has, on all ranks of that engine; other ranks keep their own."""
+        if self._distributed and self.serves:
             box = [value]
             dist.broadcast_object_list(box, src=self._first, group=self._group)
             value = box[0]

@@ -1,50 +1,39 @@
-"""What every strategy does: read the model, make shards whole, send, verify, report.
+"""A sync: read the model, make its shards whole, send bucket by bucket, verify, report.
 
-Every rank runs it. What fails on one rank fails on all, and a sync that did nothing is never a success.
+What is sent (`contents`) and how it travels (`handles`, `uploads`) are parts; this is the one loop that all strategies
+run. Every rank runs it. What fails on one rank fails on all, and a sync that did nothing is never a success.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
-from sgld_lora_merge.merge.resident import DEFAULT_ADAPTER
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
-from sgld_lora_merge.trainer.expected import Expectation
-from sgld_lora_merge.trainer.gather import Gather
+from sgld_lora_merge.trainer.gather import Gather, GatherAhead
+from sgld_lora_merge.trainer.model import TrainedLayer
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
-from sgld_lora_merge.trainer.progress import progress
-from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, Answer, SyncError, Transport
+from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpdate, Travel
+from sgld_lora_merge.trainer.transport import Answer, Transport
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 LOGGED_VERSIONS = 2
-VERIFY_ROUTE = "/lora_merge/verify"
-STOCK = (
-    f"an engine has no sgld-lora-merge: it answers {STATUS_ROUTE} with 404. It cannot be promised then that an answer "
-    "of 200 means that every name was known and every rank has it; that a sync which fails changed nothing; that "
-    "buckets and engines go live together; that full weights reach layers which have had LoRA. Nothing is verified, "
-    "no weight_version is kept, and a lost answer is not asked for again"
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-Content = TypeVar("Content")  # what a strategy reads of one module
 Models = nn.Module | Mapping[str, nn.Module]
-NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -68,31 +57,17 @@ class SyncReport:
     answer: Answer
 
 
-@dataclass(frozen=True, eq=False)
-class Update(Generic[Content]):
-    """One sync on its way.
-
-    Attributes:
-        update_id: the same on all ranks and for all engines.
-        modules: what is sent.
-        buckets: module and layers of each.
-        seconds: by stage.
-    """
-
-    version: int
-    update_id: str
-    modules: Mapping[str, Content]
-    buckets: Sequence[tuple[str, list[str]]]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
+class MakeContents(Protocol):
+    def __call__(self, args: Namespace, mapper: PeftLoRAKeyMapper, /) -> Contents: ...
 
 
-class WeightSync(Generic[Content]):
+class MakeTravel(Protocol):
+    def __call__(
+        self, args: Namespace, contents: Contents, transports: Sequence[Transport], gpus_per_engine: int, /
+    ) -> Travel: ...
+
+
+class WeightSync:
     """A way to bring the trainer's weights to the engines.
 
     Args:
@@ -105,8 +80,9 @@ class WeightSync(Generic[Content]):
         gather: makes one shard whole, for other shardings than DTensor.
     """
 
-    log_name: str
-    what: str
+    log_name: ClassVar[str]
+    contents: ClassVar[MakeContents]
+    travel: ClassVar[MakeTravel]
 
     def __init__(
         self,
@@ -121,13 +97,13 @@ class WeightSync(Generic[Content]):
     ) -> None:
         self.args = args
         self.version = 0
-        self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
-        self._transports = list(transports) if isinstance(transports, Sequence) else [transports]
-        self._mapper = PeftLoRAKeyMapper(adapter)
         self.verify = settings_from().verify if verify is None else verify
+        self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
         self._gather = gather
-        self._ranks = self._make_ranks(gpus_per_engine)
-        self._stock: bool | None = None  # whether an engine has no plugin; None until one was asked
+        self._contents = type(self).contents(args, PeftLoRAKeyMapper(adapter))
+        engines = list(transports) if isinstance(transports, Sequence) else [transports]
+        self._travel = type(self).travel(args, self._contents, engines, gpus_per_engine)
+        self._engines = self._travel.engines
 
     def update_weights(self) -> SyncReport:
         """Bring the model's present values to every engine. A collective: every rank calls it.
@@ -136,153 +112,131 @@ class WeightSync(Generic[Content]):
             RequestError: the model cannot be sent: nothing in it, keys without a place, half a pair, DoRA, biases.
             SyncError: an engine refused, or failed, or its weights are not what they should be.
         """
-        update_id = self._ranks.everyone(uuid.uuid4().hex)[0]
-        update = self._together(partial(self._prepare, update_id))
-        if self._stock is None:
-            self._stock = self._look()
-        if self._stock and (faults := self._beyond_stock(update)):
+        engines = self._engines
+        update_id = engines.ranks.gather(uuid.uuid4().hex)[0]
+        update = engines.run_on_all_ranks(partial(self._prepare, update_id))
+        if engines.stock and (faults := self._faults_on_stock(update)):
             raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
         if self.version == 0:
-            self._before_the_first(update)
-        told = f"{self.log_name} weight sync v{update.version}"
-        with update.stage("send"), progress(told, self._steps(update), shown=self._ranks.rank == 0) as step:
-            answers = self._send(update, step)
+            self._contents.check_first(update, engines, self._gather)
+        with update.stage("send"):
+            answers = self._send(update)
         self.version = update.version
         if self.verify:
             with update.stage("verify"):
-                self._check(update, answers[0])
-        layers = [tensors for each in update.modules.values() for tensors in self._tensors(each).values()]
+                engines.verify(self._contents.expectations(update, answers[0], engines, self._gather))
         self._log(update)
+        tensors = [tensor for layers in self._layers(update).values() for each in layers.values() for tensor in each]
         return SyncReport(
             update.version,
-            sum(map(len, layers)),
-            len(layers),
+            len(tensors),
+            sum(map(len, self._layers(update).values())),
             len(update.buckets),
-            sum(whole_nbytes(tensor) for tensors in layers for tensor in tensors),
+            sum(map(whole_nbytes, tensors)),
             update.seconds,
             answers[0],
         )
 
-    def _read(self, model: nn.Module) -> Content:
-        """What is sent of one module.
-
-        Raises:
-            RequestError: it cannot be sent.
-        """
-        raise NotImplementedError
-
-    def _tensors(self, content: Content) -> Mapping[str, Sequence[torch.Tensor]]:
-        """What travels of every layer, perhaps sharded."""
-        raise NotImplementedError
-
-    def _send(self, update: Update[Content], step: Callable[[], None]) -> list[Answer]:
-        """Send all buckets, with a step after each; the last answer of every engine, on every rank."""
-        raise NotImplementedError
-
-    def _check(self, update: Update[Content], answer: Answer) -> None:
-        """Ask the engines whether their weights are what they must be."""
-        raise NotImplementedError
-
-    def _beyond_stock(self, update: Update[Content]) -> list[str]:
-        """What this sync needs and an engine without the plugin has not."""
-        return ["verify=True asks for a route of its own"] if self.verify else []
-
-    def _before_the_first(self, update: Update[Content]) -> None:
-        """What must hold before the first sync. A collective."""
-
-    def _steps(self, update: Update[Content]) -> int:
-        """How often a send tells of a step."""
-        return len(update.buckets)
-
-    def _look(self) -> bool:
-        """Whether some engine has no plugin; it then gets none of the fields that it would ignore. A collective."""
-
-        def missing() -> bool:
-            for transport in self._called():
-                try:
-                    transport.ask(STATUS_ROUTE)
-                except SyncError as error:
-                    if error.answered == 404:
-                        return True
-                    raise SyncError(f"is the engine well? {error}") from error
-            return False
-
-        stock = any(self._ranks.everyone(self._together(missing)))
-        if stock and self._ranks.rank == 0:
-            logger.warning(STOCK)
-        return stock
-
-    def _make_ranks(self, gpus_per_engine: int) -> Ranks:
-        return Ranks(len(self._transports), gpus_per_engine)
-
-    def _called(self) -> list[Transport]:
-        """The engines that this rank calls."""
-        return [] if self._ranks.engine is None else [self._transports[self._ranks.engine]]
-
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """Run it on every rank; what fails on one rank fails on all."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:  # whatever it is, the other ranks wait
-            error = raised
-        told = self._ranks.everyone(None if error is None else str(error))
-        if error is not None:
-            raise error
-        for rank, fault in enumerate(told):
-            if fault is not None:
-                raise SyncError(f"rank {rank}: {fault}")
-        return result  # type: ignore[return-value]  # there was no error
-
-    def _everyones(self, call: Callable[[Transport], Answer]) -> list[Answer]:
-        """Call every engine, each from its own rank; all answers, on every rank."""
-        mine = self._together(lambda: [call(transport) for transport in self._called()])
-        return [answer for answers in self._ranks.everyone(mine) for answer in answers]
-
-    def _ask_to_verify(self, expected: Mapping[str, Mapping[str, Mapping[str, Expectation]]]) -> None:
-        """Live or base -> module -> layer -> what it must be."""
-
-        def ask() -> None:
-            for transport in self._called():
-                for weights, modules in expected.items():
-                    if modules:
-                        transport.ask(VERIFY_ROUTE, {"modules": modules, "weights": weights})
-
-        self._together(ask)
-
-    def _prepare(self, update_id: str) -> Update[Content]:
-        modules: dict[str, Content] = {}
+    def _prepare(self, update_id: str) -> SyncUpdate:
+        """Read all modules and plan the buckets."""
+        modules: dict[str, Any] = {}
         faults: list[str] = []
         for name, model in self._models.items():
             try:
-                modules[name] = self._read(model)
+                modules[name] = self._contents.read(model)
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
                 continue
-            sent = self._tensors(modules[name])
-            if empty := [layer for layer, tensors in sent.items() if not all(map(whole_nbytes, tensors))]:
-                told = "a parameter of DeepSpeed's ZeRO-3 is, outside of GatheredParameters"
-                faults.append(f"{name}: layers with an empty tensor ({told}): {name_some(empty)}")
+            layers = self._contents.layers(modules[name])
+            if empty := [layer for layer, each in layers.items() if not all(map(whole_nbytes, each.tensors.values()))]:
+                when = "a parameter of DeepSpeed's ZeRO-3 is, outside of GatheredParameters"
+                faults.append(f"{name}: layers with an empty tensor ({when}): {name_some(empty)}")
         if faults:
             raise RequestError(*faults)
         buckets = [
-            (name, layers)
-            for name, each in modules.items()
-            for layers in plan_buckets(
-                {layer: flattened_nbytes(tensors) for layer, tensors in self._tensors(each).items()},
+            (name, bucket)
+            for name, module in modules.items()
+            for bucket in plan_buckets(
+                {name: flattened_nbytes(each.tensors.values()) for name, each in self._contents.layers(module).items()},
                 self.args.update_weight_buffer_size,
             )
         ]
-        return Update(self.version + 1, update_id, modules, buckets)
+        return SyncUpdate(self.version + 1, update_id, modules, buckets)
 
-    def _log(self, update: Update[Content]) -> None:
-        if self._ranks.rank or update.version > LOGGED_VERSIONS:
+    def _send(self, update: SyncUpdate) -> list[Answer]:
+        """Send all buckets. While one travels the next one is gathered, and no other is in memory."""
+        layers = {name: self._contents.layers(module) for name, module in update.modules.items()}
+        gathered = GatherAhead((_needed(layers[module], bucket) for module, bucket in update.buckets), self._gather)
+        steps = len(update.buckets) + self._travel.extra_steps
+        title = f"{self.log_name} weight sync v{update.version}"
+        with progress(title, steps, shown=self._engines.ranks.rank == 0) as step:
+            try:
+                for index, ((module, bucket), whole) in enumerate(zip(update.buckets, gathered, strict=True)):
+                    named = _to_send(layers[module], bucket, whole)
+                    self._travel.send(update, index, named, gathered.begin)
+                    step()
+            except Exception:
+                self._travel.abort(update)
+                raise
+            return self._travel.finish(update, step)
+
+    def _faults_on_stock(self, update: SyncUpdate) -> list[str]:
+        verified = ["verify=True asks for a route of its own"] if self.verify else []
+        return [*self._travel.faults_on_stock, *verified, *self._contents.faults_on_stock(update)]
+
+    def _layers(self, update: SyncUpdate) -> dict[str, dict[str, list[torch.Tensor]]]:
+        """Return what travels, by module and layer."""
+        return {
+            name: {layer: list(each.tensors.values()) for layer, each in self._contents.layers(module).items()}
+            for name, module in update.modules.items()
+        }
+
+    def _log(self, update: SyncUpdate) -> None:
+        if self._engines.ranks.rank or update.version > LOGGED_VERSIONS:
             return
-        for module, content in update.modules.items():
-            layers = self._tensors(content)
+        for module, layers in self._layers(update).items():
             logger.info(
                 "%s weight sync v%d [%s]: pushed %d %s, %d layer prefixes in %d buckets (unmapped=0)",
-                self.log_name, update.version, module, sum(map(len, layers.values())), self.what, len(layers),
+                self.log_name, update.version, module, sum(map(len, layers.values())), self._contents.noun, len(layers),
                 sum(name == module for name, _ in update.buckets),
             )  # fmt: skip
             logger.info("among them %s", ", ".join(list(layers)[:: max(1, len(layers) // 3)][:3]))
+
+
+def _needed(layers: Mapping[str, TrainedLayer], bucket: Sequence[str]) -> list[tuple[tuple[str, str], torch.Tensor]]:
+    """Return all tensors that a bucket is made of, perhaps sharded, by layer and name."""
+    return [((layer, name), tensor) for layer in bucket for name, tensor in layers[layer].needed.items()]
+
+
+def _to_send(
+    layers: Mapping[str, TrainedLayer], bucket: Sequence[str], whole: list[tuple[tuple[str, str], torch.Tensor]]
+) -> NamedTensors:
+    """Return the bucket under the names of the wire; ``whole`` is emptied."""
+    tensors = dict(whole)
+    whole.clear()
+    named: NamedTensors = []
+    for layer in bucket:
+        own = {name: tensors[layer, name] for name in layers[layer].needed}
+        named += [
+            (f"{layer}.{name}" if layer else name, layers[layer].to_send(name, own)) for name in layers[layer].tensors
+        ]
+    return named
+
+
+@contextmanager
+def progress(title: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a bar to whoever waits at a terminal; yield what is called after each step.
+
+    Args:
+        steps: how many there are; one alone needs no bar.
+        shown: whether this rank is the one that shows it.
+    """
+    if not (shown and steps > 1 and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=steps)
+        yield lambda: bar.advance(task)

@@ -1,4 +1,4 @@
-"""How requests reach an engine, and what happens to an answer that does not come."""
+"""Send requests to an engine, and settle what became of those whose answer does not come."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from sgld_lora_merge.printable import printable
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.answers import FORMS, Answered, Refusal
 from sgld_lora_merge.trainer.engine_client import EngineClient, Reply, Unanswered, fits
+from sgld_lora_merge.wire.schema import STATUS_ROUTE, UPDATE_ROUTE, UPLOAD_ROUTE
 
 Answer = dict[str, Any]
 
-UPDATE_ROUTE = "/update_weights_from_tensor"
-UPLOAD_ROUTE = "/lora_merge/upload"
-STATUS_ROUTE = "/lora_merge/status"
 TRIES = 4
 SHOWN_CHARACTERS = 2000  # of an engine's message
 PAUSE_S = 0.5  # before the second try; twice as long before each one after it
@@ -77,20 +75,20 @@ class HttpTransport:
 
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         body = json.dumps(fields).encode()
-        return self._settled(
+        return self._send_until_answered(
             lambda: self._client.send("POST", UPDATE_ROUTE, body, headers=_JSON), fields.get("update_id"), Answered
         )
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
         form = FORMS.get(route, Answered)
         if fields is None:
-            return self._settled(lambda: self._client.send("GET", route), None, form)
+            return self._send_until_answered(lambda: self._client.send("GET", route), None, form)
         body = json.dumps(dict(fields)).encode()
-        return self._settled(
+        return self._send_until_answered(
             lambda: self._client.send("POST", route, body, headers=_JSON), fields.get("update_id"), form
         )
 
-    def _settled(self, send: Callable[[], Reply], update_id: str | None, form: type[Answered]) -> Answer:
+    def _send_until_answered(self, send: Callable[[], Reply], update_id: str | None, form: type[Answered]) -> Answer:
         """Send until there is an answer."""
         pause = PAUSE_S
         for attempt in range(1, TRIES + 1):
@@ -99,7 +97,7 @@ class HttpTransport:
             except Unanswered as error:
                 if update_id is None:
                     raise SyncError(f"{self.url} did not answer: {error}") from error
-                known = self._state(update_id)
+                known = self._state_of(update_id)
                 if attempt == TRIES or known not in (None, *_ACCEPTED):
                     raise SyncError(
                         f"{self.url} did not answer: {error}. What became of the update is not known; its "
@@ -110,8 +108,8 @@ class HttpTransport:
                     pause *= 2
         raise AssertionError("the last try returns or raises")
 
-    def _state(self, update_id: str) -> str | None:
-        """What the engine says became of an update; None where it does not know it, or does not answer."""
+    def _state_of(self, update_id: str) -> str | None:
+        """Return what the engine says became of an update; None where it does not know it, or does not answer."""
         try:
             updates = self.ask(STATUS_ROUTE)["updates"]
         except SyncError:
@@ -128,11 +126,11 @@ class UploadTransport(HttpTransport):
         def send() -> Reply:
             return self._client.send("POST", UPLOAD_ROUTE, b"" if file is None else file, query=query)
 
-        return self._settled(send, fields.get("update_id"), Answered)
+        return self._send_until_answered(send, fields.get("update_id"), Answered)
 
 
 def checked(reply: Reply, form: type[Answered]) -> Answer:
-    """The content of an answer that says success and has the form of its route.
+    """Return the content of an answer that says success and has the form of its route.
 
     Raises:
         SyncError: it is another one; the message has the URL and what was said.
@@ -140,15 +138,15 @@ def checked(reply: Reply, form: type[Answered]) -> Answer:
     try:
         content = reply.content()
     except ValueError as error:
-        told = reply.body[: SHOWN_CHARACTERS // 4].decode(errors="replace") or "nothing"
+        body = reply.body[: SHOWN_CHARACTERS // 4].decode(errors="replace") or "nothing"
         raise SyncError(
-            f"{reply.url} answered {reply.status}: {printable(told, SHOWN_CHARACTERS)} ({error})", (), reply.status
+            f"{reply.url} answered {reply.status}: {printable(body, SHOWN_CHARACTERS)} ({error})", (), reply.status
         ) from error
     return accepted(f"{reply.url} answered {reply.status}", content, form, reply.status)
 
 
 def accepted(who: str, content: object, form: type[Answered], status: int | None = None) -> Answer:
-    """An answer that says success and has the form of its route.
+    """Return an answer that says success and has the form of its route.
 
     Args:
         who: begins the message of the error.
@@ -162,8 +160,8 @@ def accepted(who: str, content: object, form: type[Answered], status: int | None
             refusal = fits(content, Refusal)
         except ValueError as error:
             raise SyncError(f"{who}, and its answer cannot be read: {error}", (), status) from error
-        told = printable(refusal.message, SHOWN_CHARACTERS) or printable(_SHORT.repr(content), 500)
-        raise SyncError(f"{who}: {told}", refusal.payload_opened, status)
+        message = printable(refusal.message, SHOWN_CHARACTERS) or printable(_SHORT.repr(content), 500)
+        raise SyncError(f"{who}: {message}", refusal.payload_opened, status)
     try:
         fits(content, form)
     except ValueError as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import compat
 from server_patches.patch import patches
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
-
 pytest.importorskip("sglang")
 
 from server_patches.derived import DERIVED, NOT_DERIVED, forget_derived, multiplies_with_a_copy

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
-
 pytest.importorskip("sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload")
 
 from server_patches.offload import HostWeights

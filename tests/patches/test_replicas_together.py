@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches.replicas import NoAnswer, Replicas, differing, joined
 from server_patches.worker_request import MergeReq
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import types
 
 import pytest
-
-import support  # noqa: F401  # isort: skip  # lets sglang be imported beside a CPU torch
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
 from server_patches import worker_patches

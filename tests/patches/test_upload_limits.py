@@ -15,7 +15,6 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import upload
 from server_patches.coordinator import Coordinator
 from server_patches.guard import Gate, Guard, Limits

@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-import support  # noqa: F401  # lets sglang be imported beside a CPU torch
 from server_patches import http_patches
 from server_patches.version_header import ATTRIBUTE, HEADER, VersionTeller, header_value, note, stamp
 

@@ -6,7 +6,6 @@ import diffusers
 import pytest
 import torch
 
-import support  # noqa: F401  # so that diffusers finds a torchvision that it can import
 from sgld_lora_merge.adapter.families import load_families, route, route_layers, routes_of
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 

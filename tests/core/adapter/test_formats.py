@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import support  # noqa: F401  # lets PEFT and diffusers be imported beside a CPU torch
 from sgld_lora_merge.adapter.formats import load_pairs, named_tensors
 from sgld_lora_merge.adapter.pairs import pair_up
 from sgld_lora_merge.errors import LoraMergeError

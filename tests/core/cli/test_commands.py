@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -61,7 +59,7 @@ def stock_engine():
 
 def test_help_names_every_command():
     told = run("--help")
-    for command in ("doctor", "status", "reset", "rollback", "push", "inspect", "bench"):
+    for command in ("doctor", "status", "reset", "rollback", "push", "inspect"):
         assert command in told
         assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(command, "--help"))
 
@@ -108,28 +106,6 @@ def test_verify_without_base_weights_is_refused_before_anything_is_sent(adapter)
 def test_an_engine_without_the_plugin_is_told_from_one_that_is_not_there(stock_engine):
     told = run("status", stock_engine, code=1)
     assert f"http://{stock_engine} is an engine without sgld-lora-merge" in told
-
-
-def test_the_benchmark_of_the_wheel_is_run_and_its_figures_are_told(monkeypatch, tmp_path):
-    def measured(words, **_):
-        assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None
-        (tmp_path / "merge.json").write_text('{"on": "a GPU"}')
-        return subprocess.CompletedProcess(words, len(failures))
-
-    failures = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(subprocess, "run", measured)
-    assert json.loads(run("bench", "--out", tmp_path, "--json")) == {"on": "a GPU"}
-    assert "merge.png" in run("bench", "--out", tmp_path)
-    failures.append("one")
-    assert "the benchmark ended with exit code 1" in run("bench", "--out", tmp_path, code=1)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "pip install triton matplotlib" in run("bench", code=1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_benchmark_says_that_it_needs_a_gpu():
-    assert "the benchmark needs a CUDA GPU" in run("bench", code=1)
 
 
 def test_wrong_arguments_are_exit_code_2():

@@ -20,7 +20,7 @@ PLACE = pushing.Mapped("x", 2, 1.0, "transformer", "x", "x.weight", "bfloat16", 
 
 
 def update(module=None):
-    return pushing.Update([PAIR], module, None, "1")
+    return pushing.PushedAdapter([PAIR], module, None, "1")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import support  # noqa: F401  # lets peft be imported beside a CPU torch
 from sgld_lora_merge.adapter.pairs import Pair, pair_up
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError

@@ -20,7 +20,7 @@ from sgld_lora_merge.trainer.transport import SyncError
 # serves /health as its first argument says, after "serve" and the output path
 ENGINE = """
 import http.server, json, os, signal, subprocess, sys, time
-how, given = sys.argv[4], sys.argv
+how, given = sys.argv[6], sys.argv
 if how == "dies":
     sys.exit("no such model")
 if how == "stubborn":

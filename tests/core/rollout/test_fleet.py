@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sgld_lora_merge.errors import LoraMergeError, RequestError
-from sgld_lora_merge.rollout.fleet import OneVersion
-from sgld_lora_merge.rollout.live_adapters import LastLive
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, SyncError
+from sgld_lora_merge.rollout.fleet import EngineFleet
+from sgld_lora_merge.rollout.live_adapters import LiveAdapters
+from sgld_lora_merge.trainer.transport import SyncError
+from sgld_lora_merge.wire.schema import STATUS_ROUTE
 
 MODULE = "transformer"
 
@@ -81,7 +82,7 @@ class Router:
 
 def many(count=3, **kwargs):
     engines = [Told(f"e{index}", kwargs.pop("journal", None) if not index else None) for index in range(count)]
-    return engines, OneVersion(engines, LastLive(1000), **kwargs)
+    return engines, EngineFleet(engines, LiveAdapters(1000), **kwargs)
 
 
 def push(together, version, file=b"file", **fields):
@@ -268,7 +269,7 @@ def test_the_policy_says_when_the_router_holds_generations_back(policy, order):
     journal = []
     router = Router(journal)
     engines = [Told("e0", journal)]
-    together = OneVersion(engines, LastLive(1000), router, policy)
+    together = EngineFleet(engines, LiveAdapters(1000), router, policy)
     together.heal()
     journal.clear()
     push(together, "1")

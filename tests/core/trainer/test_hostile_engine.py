@@ -13,9 +13,10 @@ import time
 
 import pytest
 
-from sgld_lora_merge.cli.engine import status as cli_status
+from sgld_lora_merge.cli.commands import status as cli_status
 from sgld_lora_merge.trainer.engine_client import MAX_ANSWER_NBYTES, EngineClient, Unanswered
-from sgld_lora_merge.trainer.transport import STATUS_ROUTE, HttpTransport, SyncError, UploadTransport
+from sgld_lora_merge.trainer.transport import HttpTransport, SyncError, UploadTransport
+from sgld_lora_merge.wire.schema import STATUS_ROUTE
 
 GOOD_STATUS = {"success": True, "modules": {}, "updates": []}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import support  # noqa: F401  # peft imports torchvision, which needs help beside a CPU build of torch
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.trainer.model import read_adapter, read_layers
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper

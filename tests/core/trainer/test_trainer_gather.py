@@ -32,16 +32,16 @@ shapes = [(5, 3), (1, 7), (9,), (4, 2, 3), (6, 4), (1,), (30, 40), (8, 8), (3, 3
 full = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
 full = [t.bfloat16() if i % 3 == 2 else t for i, t in enumerate(full)]
 placed = [distribute_tensor(t, mesh, [Shard(0)]) for t in full[:-1]] + [full[-1]]
-assert len(gather._together(placed)) == 3, gather._together(placed)
+assert len(gather.group_small_shards(placed)) == 3, gather.group_small_shards(placed)
 (got,) = GatherAhead([list(enumerate(placed))])
 assert [key for key, _ in got] == list(range(len(full)))
 assert all(type(t) is torch.Tensor and t.dtype == f.dtype and torch.equal(t, f) for (_, t), f in zip(got, full)), got
 one = Ranks(2, 1)
-assert one.everyone(rank) == [0, 1] and one.of_engine(rank) == [rank] and one.engine == rank
+assert one.gather(rank) == [0, 1] and one.gather_of_engine(rank) == [rank] and one.engine == rank
 both = Ranks(1, 2)
-assert both.of_engine(rank) == ([0, 1] if rank == 0 else []) and both.engine == (0 if rank == 0 else None)
+assert both.gather_of_engine(rank) == ([0, 1] if rank == 0 else []) and both.engine == (0 if rank == 0 else None)
 alone = Ranks(1, 1)
-assert alone.serves == (rank == 0) and alone.of_engine(rank) == ([0] if rank == 0 else [])
+assert alone.serves == (rank == 0) and alone.gather_of_engine(rank) == ([0] if rank == 0 else [])
 dist.destroy_process_group()
 """
 

@@ -88,7 +88,6 @@ def test_keys_of_an_unknown_kind_are_returned():
 
 
 def test_layers_are_sorted_and_a_peft_model_is_read_as_it_is():
-    import support  # noqa: F401
 
     peft = pytest.importorskip("peft")
     model = torch.nn.ModuleDict({"b": torch.nn.Linear(4, 8), "a": torch.nn.Conv2d(4, 8, 3), "c": torch.nn.Linear(4, 4)})
@@ -102,7 +101,6 @@ def test_layers_are_sorted_and_a_peft_model_is_read_as_it_is():
 
 
 def test_dora_of_peft_itself_is_refused():
-    import support  # noqa: F401
 
     peft = pytest.importorskip("peft")
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 8)})

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sgld_lora_merge.trainer.progress import progress
+from sgld_lora_merge.trainer.sync import progress
 
 
 class Terminal(io.StringIO):

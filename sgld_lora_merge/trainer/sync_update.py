@@ -1,0 +1,118 @@
+"""One sync on its way, and the two parts that make a strategy: what is sent, and how it travels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sgld_lora_merge.trainer.engines import Engines
+from sgld_lora_merge.trainer.expected import Expectation
+from sgld_lora_merge.trainer.gather import Gather
+from sgld_lora_merge.trainer.model import TrainedLayer
+from sgld_lora_merge.trainer.transport import Answer, SyncError
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+Expectations = Mapping[str, Mapping[str, Mapping[str, Expectation]]]  # "live" or "base" -> module -> layer
+
+
+@dataclass(frozen=True, eq=False)
+class SyncUpdate:
+    """One sync on its way.
+
+    Attributes:
+        update_id: the same on all ranks and for all engines.
+        modules: what `Contents.read` returned, by module.
+        buckets: module and layers of each.
+        seconds: by stage.
+    """
+
+    version: int
+    update_id: str
+    modules: Mapping[str, Any]
+    buckets: Sequence[tuple[str, list[str]]]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+class Contents(Protocol):
+    """What is sent of a model.
+
+    Attributes:
+        noun: of one tensor, for the log.
+        transactional: the engine takes it in transactions: all buckets and all engines go live together.
+    """
+
+    noun: str
+    transactional: bool
+
+    def read(self, model: nn.Module) -> Any:
+        """Read what is sent of one module.
+
+        Raises:
+            RequestError: it cannot be sent.
+        """
+
+    def layers(self, module: Any) -> Mapping[str, TrainedLayer]:
+        """Return the layers of what `read` returned, by prefix."""
+
+    def fields(self, update: SyncUpdate, module: str, layers: Sequence[str], *, stock: bool) -> dict[str, Any]:
+        """Return what a request with these layers says beside its payload."""
+
+    def faults_on_stock(self, update: SyncUpdate) -> list[str]:
+        """Return what this sync needs and an engine without the plugin does not have."""
+
+    def check_first(self, update: SyncUpdate, engines: Engines, gather: Gather | None) -> None:
+        """Check what must hold before the first sync. A collective."""
+
+    def expectations(self, update: SyncUpdate, answer: Answer, engines: Engines, gather: Gather | None) -> Expectations:
+        """Return what the engines' weights must be, on ranks that call an engine. A collective."""
+
+
+class Travel(Protocol):
+    """How it travels.
+
+    Attributes:
+        engines: those that it travels to.
+        extra_steps: of progress, after those of the buckets.
+        faults_on_stock: why it does not reach an engine without the plugin.
+    """
+
+    engines: Engines
+    extra_steps: int
+    faults_on_stock: list[str]
+
+    def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
+        """Send one bucket. A collective.
+
+        Args:
+            index: of the bucket.
+            named: whole tensors under the names of the wire; the list is emptied.
+            meanwhile: to be called as soon as the tensors are needed no more; begins the next bucket.
+        """
+
+    def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:
+        """Make it live on all engines; return the last answer of every engine, on every rank. A collective."""
+
+    def abort(self, update: SyncUpdate) -> None:
+        """Free what engines keep of an update whose sending failed."""
+
+
+@contextmanager
+def parts_are_live(sent: int, update: SyncUpdate) -> Iterator[None]:
+    """Surround a bucket of a sync that has no transaction: what fails says how much of it is live."""
+    try:
+        yield
+    except SyncError as error:
+        live = f"{sent} of {len(update.buckets)} buckets are live on the engines before this one failed"
+        raise SyncError(f"{live}: {error}") from error
