@@ -16,7 +16,7 @@ import torch
 from benchmarks.measure import copy_bandwidth, milliseconds
 from sgld_lora_merge.merge.fingerprint import _sums, fingerprint_of
 from sgld_lora_merge.merge.kernels import word_sum
-from sgld_lora_merge.wire.bucket import aligned
+from sgld_lora_merge.wire.layout import aligned
 
 RANK, WIDTH, HIDDEN = 64, 3840, 10240
 LAYERS = 30

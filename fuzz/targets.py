@@ -20,9 +20,10 @@ from pydantic_core import from_json
 from safetensors.torch import save
 
 from sgld_lora_merge.adapter.file import LAYER_SCALING, read_adapter
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
-from sgld_lora_merge.wire.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (
     ResetRequest,
@@ -87,10 +88,10 @@ def layout(data: bytes) -> None:
     flat = torch.zeros(struct.unpack("<H", data[:2].ljust(2, b"\0"))[0], dtype=torch.uint8)
     text = data[2:].decode(errors="replace")
     with suppress(RequestError):
-        named = unflatten(flat, entries_of(text))
+        named = unflatten(flat, read_layout(text))
         assert sum(tensor.nbytes for _, tensor in named) <= flat.numel()
         for _ in range(2):
-            for pair in pair_up(unflatten(flat, entries_of(text)), alpha=1.0).pairs:
+            for pair in pair_up(unflatten(flat, read_layout(text)), alpha=1.0).pairs:
                 assert pair.a.shape[0] == pair.b.shape[1] == pair.rank
     with suppress(ValueError, TypeError, RequestError):
         unflatten(flat, [BucketEntry(n, shape, dtype, a, b, 0) for n, dtype, shape, a, b in from_json(text)])

@@ -35,8 +35,9 @@ from server_patches.layers import (
     unwrapped,
 )
 from server_patches.offload import HostWeights, host_weight
-from sgld_lora_merge.adapter.kohya import segments_of
-from sgld_lora_merge.adapter.pairs import Pair, layers_of
+from sgld_lora_merge.adapter.known_pairs import layers_of
+from sgld_lora_merge.adapter.names import segments_of
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.merge.branches import Branches
 from sgld_lora_merge.merge.spans import Span, swap_halves
 from sgld_lora_merge.merge.targets import (

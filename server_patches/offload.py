@@ -16,7 +16,7 @@ Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where something goes, and
 
 
 class HostWeights:
-    """`merge.targets.Offloaded` of a module whose weights lie on the host, while it computes on a device.
+    """`merge.module_view.Offloaded` of a module whose weights lie on the host, while it computes on a device.
 
     Args:
         module: the module; some of its weights may lie on the device all the same.

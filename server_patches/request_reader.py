@@ -13,7 +13,7 @@ from server_patches.request_context import RequestContext
 from server_patches.worker_request import MergeReq
 from sgld_lora_merge.adapter.families import Family, route, route_layers, routes_of
 from sgld_lora_merge.adapter.file import read_adapter
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import RequestError, in_short, name_some
 from sgld_lora_merge.merge.engine import ModuleUpdate
 from sgld_lora_merge.merge.fingerprint import SentUpdates, payload_fingerprint

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgld_lora_merge.adapter.families import route
-from sgld_lora_merge.adapter.pairs import layer_name
+from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.errors import RequestError, name_some
-from sgld_lora_merge.merge.targets import CannotLand, ModuleView
+from sgld_lora_merge.merge.module_view import ModuleView
+from sgld_lora_merge.merge.targets import CannotLand
 
 
 def resolve(

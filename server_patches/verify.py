@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from server_patches.rank_group import RankGroup
-from sgld_lora_merge.adapter.pairs import layer_name
+from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some
-from sgld_lora_merge.merge.targets import CannotLand, Landing, ModuleView, Target
+from sgld_lora_merge.merge.module_view import ModuleView
+from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
 from sgld_lora_merge.merge.verify import Piece, assemble, sampled, sha256, within
 
 Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]

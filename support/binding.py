@@ -29,7 +29,8 @@ from torch import nn
 
 from server_patches.engine_module import EngineModule
 from sgld_lora_merge.adapter.families import Family, load_families
-from sgld_lora_merge.adapter.pairs import Pair, layer_name
+from sgld_lora_merge.adapter.names import layer_name
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
 from sgld_lora_merge.trainer.expected import DTYPES
 

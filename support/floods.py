@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from sgld_lora_merge.adapter.file import read_adapter
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (

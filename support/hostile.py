@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgld_lora_merge.wire.bucket import BucketEntry
+from sgld_lora_merge.wire.layout import BucketEntry
 
 REDUCTIONS = "torch.multiprocessing.reductions"
 ENTRY = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")

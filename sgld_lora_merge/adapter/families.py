@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sgld_lora_merge.adapter.pairs import layer_name
+from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.errors import LoraMergeError, RequestError, in_short, summarise
 
 CONFIGS = resources.files("sgld_lora_merge") / "configs"

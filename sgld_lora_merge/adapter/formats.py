@@ -14,7 +14,9 @@ import torch
 from safetensors import safe_open
 
 from sgld_lora_merge.adapter.file import read_adapter
-from sgld_lora_merge.adapter.pairs import Pair, layer_name, pair_up
+from sgld_lora_merge.adapter.names import layer_name
+from sgld_lora_merge.adapter.pairing import pair_up
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import checked_scale
 from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some
 

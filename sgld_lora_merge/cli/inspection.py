@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgld_lora_merge.adapter.kohya import is_flattened
+from sgld_lora_merge.adapter.names import is_flattened
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli.base import BaseWeights

@@ -22,25 +22,27 @@ from itertools import pairwise
 
 import torch
 
-from sgld_lora_merge.adapter import kohya
-from sgld_lora_merge.adapter.pairs import BucketPairs, Pair
+from sgld_lora_merge.adapter import names
+from sgld_lora_merge.adapter.known_pairs import BucketPairs
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.base_store import BaseStore, Key, StorePolicy, device_copy, host_copies, memory_of
 from sgld_lora_merge.merge.branches import Branch
 from sgld_lora_merge.merge.kernels import MergeJob, MergeStats
+from sgld_lora_merge.merge.module_view import ModuleView, Offloaded
 from sgld_lora_merge.merge.plan import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob, Versions
-from sgld_lora_merge.merge.plan_reuse import address_of, chained, may_be_refilled, outline_of, refilled
+from sgld_lora_merge.merge.plan_reuse import address_of, can_be_reused, keep_plans, reuse, signature_of
 from sgld_lora_merge.merge.resident import (
     Adapters,
     Placed,
     all_placed,
+    make_resident,
     on_host,
-    owned,
     terms_at,
 )
-from sgld_lora_merge.merge.targets import CannotLand, Landing, ModuleView, Offloaded, Target
+from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
 
 __all__ = ["MERGEABLE_DTYPES", "MergeEngine", "ModulePlan", "ModuleState", "ModuleUpdate", "Plan"]
 
@@ -95,7 +97,7 @@ class MergeEngine:
         Raises:
             RequestError: with every fault of every module.
         """
-        return refilled(updates, self.states, self._modules()) or self._allocate(self.check(updates))
+        return reuse(updates, self.states, self._modules()) or self._allocate(self.check(updates))
 
     def check(self, updates: Sequence[ModuleUpdate]) -> list[ModulePlan]:
         """Resolve and check only, for an update that is not complete yet.
@@ -178,7 +180,7 @@ class MergeEngine:
         if skipped and not (update.allow_partial and placed):
             nearest = name_some(_nearest(skipped, view.layers()))
             faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
-            faults.extend([kohya.ADVICE] * any(map(kohya.is_flattened, skipped)))
+            faults.extend([names.KOHYA_ADVICE] * any(map(names.is_flattened, skipped)))
         if faults:
             raise RequestError(*faults)
         before = self.state(update.module).live
@@ -193,7 +195,7 @@ class MergeEngine:
             adapter=update.adapter,
             whole=update.whole,
             bucket=update.pairs.bucket if isinstance(update.pairs, BucketPairs) else None,
-            outline=outline_of(update) if update.whole and not skipped else None,
+            signature=signature_of(update) if update.whole and not skipped else None,
             layers=tuple(sorted({new.pair.layer for new in placed.values()})),
             skipped=tuple(skipped),
         )
@@ -241,8 +243,10 @@ class MergeEngine:
         """With all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
         weights = _Once(view.weight)
-        place = partial(_place, weights)
-        kept = {name: owned(adapter, place, self.precision, plan.bucket) for name, adapter in plan.after.items()}
+        device_of = partial(_device_of, weights)
+        kept = {
+            name: make_resident(adapter, device_of, self.precision, plan.bucket) for name, adapter in plan.after.items()
+        }
         after = {name: own.adapter for name, own in kept.items()}
         branches = _branches(view, plan, after)
         offloaded = view.offloaded({target.weight for target in plan.merged})
@@ -259,12 +263,12 @@ class MergeEngine:
             offloaded=offloaded,
         )
         if plan.offloaded is not None:
-            return replace(plan, outline=None)
+            return replace(plan, signature=None)
         places = _places(plan.merged, weights.__getitem__, partial(self._base, plan))
         plan = replace(plan, jobs_before=_jobs(plan.before, places), jobs_after=_jobs(plan.after, places))
         copies = [copy for own in kept.values() for copy in own.copies]
-        if not may_be_refilled(plan, copies):
-            return replace(plan, outline=None)
+        if not can_be_reused(plan, copies):
+            return replace(plan, signature=None)
         (own,) = kept.values()
         addresses = {name: address_of(weight) for name, weight in weights.items()}
         return replace(plan, copies=own.copies, memory=own.memory, addresses=addresses)
@@ -286,7 +290,7 @@ class MergeEngine:
         return {key: device_copy(part) for key, part in rows.items()}, reason
 
     def _all_jobs(self, plan: ModulePlan) -> list[MergeJob]:
-        """The jobs of both ways that need memory; of offloaded weights outlines, whose content is not read."""
+        """Return the jobs of commit and revert that need memory; those of offloaded weights have no content yet."""
         if plan.offloaded is None:
             after = {target.key: job for target, job in plan.jobs_after}
             before = ((job, after.get(target.key)) for target, job in plan.jobs_before)
@@ -328,7 +332,7 @@ class MergeEngine:
         for module in plan.modules:
             state = self.states.setdefault(module.module, ModuleState())
             state.store.adopt(module.snapshots, module.store_reason)
-            state.plans = chained(state, module)
+            state.plans = keep_plans(state, module)
             if state.previous is None:
                 state.previous, state.previous_versions = module.before, state.versions
             state.live, state.versions, state.open_step = (
@@ -499,7 +503,7 @@ def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tup
     offloaded.finish()
 
 
-def _place(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
+def _device_of(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
     """Where the pairs of a target are kept: beside the weight that they are merged into."""
     return torch.device("cpu") if target.dynamic else weights[target.weight].device
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from sgld_lora_merge.adapter.pairs import BucketPairs, Pair, run_of
+from sgld_lora_merge.adapter.known_pairs import BucketPairs
+from sgld_lora_merge.adapter.pairs import Pair, run_of
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.plan import ModuleUpdate
 
@@ -71,7 +72,7 @@ class SentUpdates:
         A bucket is looked at as a whole, with what lies between its tensors.
         """
         return _digest(
-            (update.module, update.adapter, update.whole, _outline(update), self._run_sums(update.pairs))
+            (update.module, update.adapter, update.whole, _signature(update), self._run_sums(update.pairs))
             for update in self.updates
         )
 
@@ -130,7 +131,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return (str(tensor.dtype), *tensor.shape)
 
 
-def _outline(update: ModuleUpdate) -> object:
+def _signature(update: ModuleUpdate) -> object:
     if isinstance(update.pairs, BucketPairs):
         return update.pairs.digest
     return [(pair.layer, pair.scale, pair.kernel, _form(pair.a), _form(pair.b)) for pair in update.pairs]

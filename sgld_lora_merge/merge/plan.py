@@ -1,4 +1,4 @@
-"""What an update asks for, what a plan of it holds, and what is live: data only."""
+"""Data of an update, of its plan, and of what is live."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.base_store import BaseStore, Key
 from sgld_lora_merge.merge.branches import Branch
 from sgld_lora_merge.merge.kernels import MergeJob
+from sgld_lora_merge.merge.module_view import Offloaded
 from sgld_lora_merge.merge.resident import Adapters, Copy, all_pairs
-from sgld_lora_merge.merge.targets import Offloaded, Target
+from sgld_lora_merge.merge.targets import Target
 from sgld_lora_merge.wire.bucket import Bucket
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 TargetJob = tuple[Target, MergeJob]
-Outline = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class ModulePlan:
         jobs_before, jobs_after: the merges of those that can; made once, since a kernel prepares each job that it sees.
         scratch: for both, by device.
         bucket: whose views all pairs of the update are; the sender's memory, so it goes before the plan is kept.
-        outline: of the update, where another one of the same outline may use this plan's memory once it is free.
+        signature: of the update, where another one of the same signature may reuse this plan once it is free.
         copies: how that memory is filled. memory: all of it, where one copy of a bucket fills it.
         addresses: of the weights that the plan was made for.
     """
@@ -81,7 +82,7 @@ class ModulePlan:
     jobs_after: Sequence[TargetJob] = ()
     scratch: Mapping[torch.device, kernels.Scratch] = field(default_factory=dict)
     bucket: Bucket | None = None
-    outline: Outline | None = None
+    signature: Signature | None = None
     memory: torch.Tensor | None = None
     copies: Sequence[Copy] = ()
     addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Plan:
         return [layer for module in self.modules for layer in module.skipped]
 
 
-UNNAMED = "unnamed"  # how a mixture tells layers whose request had no weight_version
+UNNAMED = "unnamed"  # stands in a mixture for layers whose request had no weight_version
 
 
 @dataclass(frozen=True, eq=False)

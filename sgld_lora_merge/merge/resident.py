@@ -1,4 +1,4 @@
-"""Adapters as the engine holds them: pairs in memory of its own, each at the targets it lands on."""
+"""Keep adapters in the engine's own memory: each pair beside the weight that it is merged into."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from sgld_lora_merge.adapter.pairs import BucketPairs, Pair
+from sgld_lora_merge.adapter.known_pairs import BucketPairs
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.base_store import Key
 from sgld_lora_merge.merge.kernels import Term
@@ -60,14 +61,14 @@ def all_pairs(adapters: Adapters) -> list[Pair]:
 
 
 def terms_at(adapters: Adapters, target: Target) -> tuple[Term, ...]:
-    """What the adapters have at a target; in the order of their names, whatever the order they came in."""
+    """Return the adapters' terms at a target, in the order of the adapters' names."""
     key = target.key
     placed = [adapters[name][key] for name in sorted(adapters) if key in adapters[name]]
     return tuple(Term(p.pair.a, p.pair.b, p.pair.scale, p.target.b_rows, p.target.a_cols) for p in placed)
 
 
 @dataclass(frozen=True, eq=False)
-class Owned:
+class ResidentAdapter:
     """An adapter in the engine's own memory.
 
     Attributes:
@@ -80,25 +81,25 @@ class Owned:
     memory: torch.Tensor | None = None
 
 
-def owned(
-    adapter: Adapter, place: Callable[[Target], torch.device], precision: Precision, bucket: Bucket | None = None
-) -> Owned:
-    """The adapter in the engine's own memory, each pair beside the weight that it is merged into.
+def make_resident(
+    adapter: Adapter, device_of: Callable[[Target], torch.device], precision: Precision, bucket: Bucket | None = None
+) -> ResidentAdapter:
+    """Copy an adapter into the engine's own memory, each pair beside the weight that it is merged into.
 
     What is there already stays the same object. FP16 mode keeps pairs whole: its product is that of the whole layer, as
     a trainer computes it.
 
     Args:
-        place: the device of a target's pairs.
+        device_of: returns the device of a target's pairs.
         bucket: whose views all pairs are that are not the engine's own.
     """
     groups: Groups = {}
     for placed in adapter.values():
-        device = place(placed.target)
+        device = device_of(placed.target)
         if not placed.pair.owned or placed.pair.a.device != device:
             groups.setdefault((id(placed.pair), placed.target.a_cols, device), []).append(placed)
     if not groups:
-        return Owned(adapter)
+        return ResidentAdapter(adapter)
     memory, new = None, _new
     if bucket is not None and _takes_all(groups, precision):
         _, _, device = next(iter(groups))
@@ -117,29 +118,29 @@ def owned(
         sources += (copy.source(pair) for copy in made)
         result |= {target.key: Placed(own, target) for target in targets}
     if memory is None:
-        _run(copies, sources)
-    return Owned(result, copies, memory)
+        _copy_all(copies, sources)
+    return ResidentAdapter(result, copies, memory)
 
 
-def refill(copies: Sequence[Copy], memory: torch.Tensor | None, pairs: Sequence[Pair]) -> None:
-    """The values of other pairs in memory that `owned` made for pairs of the same shapes, or of the same bucket."""
+def fill(copies: Sequence[Copy], memory: torch.Tensor | None, pairs: Sequence[Pair]) -> None:
+    """Copy the values of other pairs of the same signature into the memory that `make_resident` made."""
     if memory is not None and isinstance(pairs, BucketPairs):
         memory.copy_(pairs.bucket.flat)
     else:
         by_layer = {pair.layer: pair for pair in pairs}
-        _run(copies, [copy.source(by_layer[copy.layer]) for copy in copies])
+        _copy_all(copies, [copy.source(by_layer[copy.layer]) for copy in copies])
 
 
 def on_host(adapters: Adapters) -> Adapters:
-    """The adapters with their pairs in host memory; what is there already stays the same object."""
+    """Move the pairs of adapters to host memory; what is there already stays the same object."""
     cpu = torch.device("cpu")
-    return {name: owned(adapter, lambda _: cpu, Precision.FP16).adapter for name, adapter in adapters.items()}
+    return {name: make_resident(adapter, lambda _: cpu, Precision.FP16).adapter for name, adapter in adapters.items()}
 
 
 def own_copy(pair: Pair) -> Pair:
-    """The pair in memory of the engine's own, on the host."""
+    """Copy a pair into memory of the engine's own, on the host."""
     own, copies = _whole(pair, torch.device("cpu"))
-    _run(copies, [copy.source(pair) for copy in copies])
+    _copy_all(copies, [copy.source(pair) for copy in copies])
     return own
 
 
@@ -148,7 +149,7 @@ Groups = dict[tuple[int, tuple[Span, ...], torch.device], list[Placed]]
 
 
 def _takes_all(groups: Groups, precision: Precision) -> bool:
-    """Whether pairs that nobody has copied are all kept whole, and on one device."""
+    """Return whether the pairs are all the sender's, all kept whole, and on one device."""
     return len({device for _, _, device in groups}) == 1 and all(
         not group[0].pair.owned and _is_whole(group, precision) for group in groups.values()
     )
@@ -162,7 +163,7 @@ def _new(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _same_place(bucket: Bucket, memory: torch.Tensor, tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
-    """Where a tensor of a bucket is in a copy of it."""
+    """Return the place of a bucket's tensor in a copy of the bucket."""
     start = (tensor.data_ptr() - bucket.flat.data_ptr()) // tensor.element_size()
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start)
 
@@ -173,7 +174,7 @@ def _whole(pair: Pair, device: torch.device, new: New = _new) -> tuple[Pair, lis
 
 
 def _is_whole(group: Sequence[Placed], precision: Precision) -> bool:
-    """Whether targets of the same columns keep their pair as it is: they take all of it, or may not take a part."""
+    """Return whether targets of the same columns keep their pair as it is: they take all, or may not take a part."""
     pair, rows = group[0].pair, [span for placed in group for span in placed.target.b_rows]
     if pair.owned or precision is Precision.FP16:
         return True
@@ -181,7 +182,7 @@ def _is_whole(group: Sequence[Placed], precision: Precision) -> bool:
 
 
 def _part(pair: Pair, targets: Sequence[Target], device: torch.device) -> tuple[Pair, list[Copy], list[Target]]:
-    """What targets of the same columns take of a pair, and the targets upon that."""
+    """Take the part of a pair that targets of the same columns use; return the targets with respect to that part."""
     columns, rows = targets[0].a_cols, [span for target in targets for span in target.b_rows]
     (a, of_a), (b, of_b) = _slots(pair, "a", columns, 1, device), _slots(pair, "b", rows, 0, device)
     moved, start = [], 0
@@ -195,7 +196,7 @@ def _part(pair: Pair, targets: Sequence[Target], device: torch.device) -> tuple[
 def _slots(
     pair: Pair, side: Literal["a", "b"], spans: Sequence[Span], dim: int, device: torch.device
 ) -> tuple[torch.Tensor, list[Copy]]:
-    """Memory for those spans of one dimension, one after the other, and what is to be copied there."""
+    """Allocate memory for spans of one dimension, one after the other; return also what is to be copied there."""
     tensor = pair.a if side == "a" else pair.b
     sizes = [span.size for span in spans]
     shape = [sum(sizes) if d == dim else size for d, size in enumerate(tensor.shape)]
@@ -204,8 +205,8 @@ def _slots(
     return memory, [Copy(slot, pair.layer, side, dim, span) for slot, span in slots]
 
 
-def _run(copies: Sequence[Copy], sources: list[torch.Tensor]) -> None:
-    """All copies together: on a GPU a thousand of them take a few launches."""
+def _copy_all(copies: Sequence[Copy], sources: list[torch.Tensor]) -> None:
+    """Copy all together: on a GPU a thousand copies take a few launches."""
     if copies:
         with torch.no_grad():
             torch._foreach_copy_([copy.slot for copy in copies], sources)

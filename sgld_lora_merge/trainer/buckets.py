@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sgld_lora_merge.wire.bucket import aligned
+from sgld_lora_merge.wire.layout import aligned
 
 
 def whole_nbytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The engines of a sync, and the trainer's ranks that call them: what one rank meets, all ranks hear."""
+"""The engines of a sync, and the trainer's ranks that call them: a failure on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Engines:
         self.transports, self.ranks, self.mine = list(transports), ranks, list(mine)
         self._stock: bool | None = None
 
-    @property
-    def stock(self) -> bool:
-        """Whether some engine has no plugin; it then gets none of the fields that it would ignore. Asked once."""
+    def detect_stock_engines(self) -> bool:
+        """Return whether some engine has no plugin; it gets none of the fields that it would ignore. Asked once."""
         if self._stock is None:
             self._stock = any(self.ranks.gather(self.run_on_all_ranks(self._is_plugin_missing)))
             if self._stock and self.ranks.rank == 0:

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 #
 #   before the request         nobody has heard of the export: `withdraw` frees it
 #   an engine has refused      its answer says by rank what was opened; what was not is withdrawn, the rest is closed
-#   no answer                  it is not known; the export is dropped, and torch frees it when the worker closes it
+#   no answer                  what was opened is not known: the export is dropped; torch frees it when a worker that
+#                              has opened it closes it, and one that nobody has opened stays
 #
 # After the answers `ipc_collect` gives the memory of closed exports back to the allocator.
 
@@ -45,7 +46,7 @@ class ByHandles:
     """
 
     extra_steps = 0
-    faults_on_stock: list[str] = []  # noqa: RUF012  # never changed
+    faults_on_stock: Sequence[str] = ()
 
     def __init__(self, _: Namespace, contents: Contents, transports: Sequence[Transport], gpus_per_engine: int) -> None:
         ranks = Ranks(len(transports), gpus_per_engine)
@@ -55,7 +56,7 @@ class ByHandles:
 
     @property
     def _in_transaction(self) -> bool:
-        return self._contents.transactional and not self.engines.stock
+        return self._contents.transactional and not self.engines.detect_stock_engines()
 
     @property
     def _waits_for_commit(self) -> bool:
@@ -63,10 +64,8 @@ class ByHandles:
         return self._in_transaction and len(self.engines.transports) > 1
 
     def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
-        if index == 0:
-            self._answers = []
         module, layers = update.buckets[index]
-        fields = self._contents.fields(update, module, layers, stock=self.engines.stock)
+        fields = self._contents.fields(update, module, layers, stock=self.engines.detect_stock_engines())
         if self._in_transaction:
             fields |= {
                 "update_id": update.update_id,
@@ -78,8 +77,9 @@ class ByHandles:
             self._answers = self._push(module, named, fields, meanwhile)
 
     def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:
+        answers, self._answers = self._answers, []
         if not self._waits_for_commit:
-            return self._answers
+            return answers
         commit = {"update_id": update.update_id}
         try:
             return self.engines.call(lambda transport: transport.ask(COMMIT_ROUTE, commit))
@@ -90,7 +90,8 @@ class ByHandles:
             ) from error
 
     def abort(self, update: SyncUpdate) -> None:
-        if not self._in_transaction or not (self._answers or self._waits_for_commit):
+        answers, self._answers = self._answers, []
+        if not self._in_transaction or not (answers or self._waits_for_commit):
             return
         for transport in self.engines.mine:
             try:

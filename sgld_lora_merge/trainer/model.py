@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from sgld_lora_merge.adapter.formats import keeps_base
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.targets import CONVOLUTIONS
-from sgld_lora_merge.trainer.adapter_config import faults_of, init_that_moved_the_base
 from sgld_lora_merge.trainer.expected import merged_weight
 from sgld_lora_merge.trainer.names import (
     BASE_LAYER,
@@ -23,6 +23,7 @@ from sgld_lora_merge.trainer.names import (
 )
 
 _BASE_WEIGHT = f".{BASE_LAYER}.weight"
+NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
         RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
     """
     modules = list(model.named_modules())
-    if faults := faults_of(modules, mapper.adapter):
+    if faults := _faults_of(modules, mapper.adapter):
         raise RequestError(*faults)
     state = model.state_dict()
     pairs, unmapped = collect_lora_layer_groups(state, mapper)
@@ -72,7 +73,7 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
     }
     bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
     base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
-    return TrainedAdapter(pairs, scales, base, init_that_moved_the_base(modules, mapper.adapter))
+    return TrainedAdapter(pairs, scales, base, _init_that_moved_the_base(modules, mapper.adapter))
 
 
 def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:
@@ -151,3 +152,35 @@ def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict
         layer: TrainedLayer(named, is_linear(layer), pairs.get(layer), scales.get(layer, 1.0))
         for layer, named in layers.items()
     }
+
+
+def _faults_of(modules: NamedModules, adapter: str) -> list[str]:
+    """Return why the pairs alone would not be the adapter, one sentence each."""
+    faults: dict[str, None] = {}  # an ordered set: PEFT keeps a configuration in more than one module
+    for name, module in modules:
+        own = vars(module)
+        if (config := _config(module, adapter)) is not None:
+            if (bias := getattr(config, "bias", "none")) != "none":
+                faults[f"adapter {adapter!r} trains biases (bias={bias!r}), which are not sent"] = None
+            if getattr(config, "trainable_token_indices", None):
+                faults[f"adapter {adapter!r} trains tokens of an embedding (trainable_token_indices)"] = None
+        if (variant := own.get("lora_variant", {}).get(adapter)) is not None:
+            kind = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
+            faults[f"{name!r} of adapter {adapter!r} is {kind}, of which A and B are not all; it is not sent"] = None
+        if adapter in own.get("merged_adapters", ()):
+            faults[f"adapter {adapter!r} is merged into the trainer's own weights; call unmerge_adapter() first"] = None
+    return list(faults)
+
+
+def _init_that_moved_the_base(modules: NamedModules, adapter: str) -> str | None:
+    """Return the ``init_lora_weights`` that took B @ A off the base weights; None where they are the checkpoint's."""
+    for _, module in modules:
+        init = getattr(_config(module, adapter), "init_lora_weights", True)
+        if not keeps_base(init):
+            return str(init)
+    return None
+
+
+def _config(module: nn.Module, adapter: str) -> object:
+    # not by getattr: what a module lacks, torch looks for in three places and then raises, for each of thousands
+    return vars(module).get("peft_config", {}).get(adapter)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgld_lora_merge.adapter.pairs import parse_name
+from sgld_lora_merge.adapter.names import parse_name
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 

@@ -115,7 +115,7 @@ class WeightSync:
         engines = self._engines
         update_id = engines.ranks.gather(uuid.uuid4().hex)[0]
         update = engines.run_on_all_ranks(partial(self._prepare, update_id))
-        if engines.stock and (faults := self._faults_on_stock(update)):
+        if engines.detect_stock_engines() and (faults := self._faults_on_stock(update)):
             raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
         if self.version == 0:
             self._contents.check_first(update, engines, self._gather)

@@ -1,4 +1,4 @@
-"""One sync on its way, and the two parts that make a strategy: what is sent, and how it travels."""
+"""An update of the trainer's, and the two parts that make a strategy: what is sent, and how it travels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Expectations = Mapping[str, Mapping[str, Mapping[str, Expectation]]]  # "live" o
 
 @dataclass(frozen=True, eq=False)
 class SyncUpdate:
-    """One sync on its way.
+    """What one sync sends.
 
     Attributes:
         update_id: the same on all ranks and for all engines.
@@ -80,7 +80,7 @@ class Contents(Protocol):
 
 
 class Travel(Protocol):
-    """How it travels.
+    """How the contents travel to the engines.
 
     Attributes:
         engines: those that it travels to.
@@ -90,7 +90,7 @@ class Travel(Protocol):
 
     engines: Engines
     extra_steps: int
-    faults_on_stock: list[str]
+    faults_on_stock: Sequence[str]
 
     def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
         """Send one bucket. A collective.

@@ -20,7 +20,7 @@ from sgld_lora_merge.trainer.transport import Answer, Transport
 class ByUpload:
     """Collects the file in the host's memory of the first rank, and sends it when it is complete."""
 
-    faults_on_stock = ["uploads are a route of its own; use --lora-ipc-weight-sync"]  # noqa: RUF012  # never changed
+    faults_on_stock: Sequence[str] = ("uploads are a route of its own; use --lora-ipc-weight-sync",)
 
     def __init__(self, args: Namespace, contents: Contents, transports: Sequence[Transport], _: int) -> None:
         ranks = Ranks(1, 1)
@@ -30,8 +30,6 @@ class ByUpload:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
-        if index == 0:
-            self._tensors = {}
         prefix = self._prefixes(update.modules)[update.buckets[index][0]]
         meanwhile()
         if self.engines.mine:

@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from sgld_lora_merge.errors import Faults, RequestError, cut, in_short, name_some
-from sgld_lora_merge.wire.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.limits import check_name
 from sgld_lora_merge.wire.unpickler import PayloadReader, load
 
@@ -189,7 +190,7 @@ def named_tensors(
 
 def _read_bucket(content: object) -> NamedTensors:
     if isinstance(content, dict) and {"flattened_tensor", "layout"} <= content.keys():
-        return unflatten(content["flattened_tensor"], entries_of(content["layout"]))
+        return unflatten(content["flattened_tensor"], read_layout(content["layout"]))
     if not isinstance(content, dict) or not {"flattened_tensor", "metadata"} <= content.keys():
         raise RequestError('load_format "flattened_bucket" needs "flattened_tensor" and "metadata"')
     return unflatten(content["flattened_tensor"], content["metadata"])

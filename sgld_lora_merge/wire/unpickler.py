@@ -28,8 +28,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from sgld_lora_merge.errors import RequestError, cut, in_short, name_some, shape_in_short
-from sgld_lora_merge.wire.bucket import DTYPES, MAX_DIMENSIONS, BucketEntry
 from sgld_lora_merge.wire.cuda_export import check_export
+from sgld_lora_merge.wire.layout import DTYPES, MAX_DIMENSIONS, BucketEntry
 from sgld_lora_merge.wire.limits import ENTRY_NBYTES, MOST_OPCODES, TENSOR_NBYTES, Memory
 from sgld_lora_merge.wire.shared_memory import SegmentOpener
 

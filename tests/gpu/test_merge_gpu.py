@@ -13,8 +13,8 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.base_store import StorePolicy, memory_of
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.merge.kernels import MergeJob, Term, merge, scratch_for
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import LinearModule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANKS = (1, 3, 16, 64, 100, 128, 300)

@@ -7,7 +7,7 @@ from torch import nn
 
 from server_patches.resolve import resolve
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.merge.targets import LinearModule
+from sgld_lora_merge.merge.module_view import LinearModule
 
 ROUTES = {"high.": "transformer", "low.": "transformer_2"}
 PLACE = {

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sgld_lora_merge.adapter.formats import load_pairs, named_tensors
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError
 
 A, B = torch.randn(2, 6), torch.randn(4, 2)

@@ -12,8 +12,8 @@ from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge.branches import Branches
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.merge.kernels import Term
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import LinearModule
 
 IN, OUT = 6, 4
 

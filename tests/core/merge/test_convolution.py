@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from sgld_lora_merge.adapter.pairs import Pair, pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.merge.targets import CannotLand, LinearModule
+from sgld_lora_merge.merge.module_view import LinearModule
+from sgld_lora_merge.merge.targets import CannotLand
 
 CONVOLUTIONS = {
     "Conv1d": lambda: nn.Conv1d(3, 8, 3, padding=1),

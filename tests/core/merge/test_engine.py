@@ -15,8 +15,9 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import ConflictError, RequestError
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import CannotLand, Landing, LinearModule, Target, whole_weight
+from sgld_lora_merge.merge.targets import CannotLand, Landing, Target, whole_weight
 
 WIDTH = 6
 SECTIONS = {"attn.q": 4, "attn.k": 2, "attn.v": 2}

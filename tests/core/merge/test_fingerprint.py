@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgld_lora_merge import pack
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.merge.fingerprint import SentUpdates, differences, fingerprint_of, payload_fingerprint
 from sgld_lora_merge.merge.kernels import words
 from sgld_lora_merge.merge.plan import ModuleUpdate
-from sgld_lora_merge.wire.bucket import entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import layout_text, read_layout
 
 MASK = 2**64 - 1
 
@@ -91,7 +92,7 @@ def tensors(seed=0, rank=2, layers=("x", "y"), dtype=torch.float32):
 def sent(named, *, bucket=True, module="m", bits=True, **scaling):
     if bucket:
         flat, entries = flatten(named)
-        named = unflatten(flat, entries_of(layout_text(entries)))
+        named = unflatten(flat, read_layout(layout_text(entries)))
     return SentUpdates([ModuleUpdate(module, pair_up(named, **scaling).pairs, whole=True)], bits)
 
 

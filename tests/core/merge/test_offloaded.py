@@ -9,7 +9,7 @@ from torch import nn
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.merge.targets import LinearModule
+from sgld_lora_merge.merge.module_view import LinearModule
 
 
 class Host:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from sgld_lora_merge.adapter.pairs import Pair, pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge import kernels
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import LinearModule
-from sgld_lora_merge.wire.bucket import entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import layout_text, read_layout
 
 LAYERS = {"x": (24, 16), "y": (16, 16), "z": (8, 32)}
 
@@ -51,7 +53,7 @@ def in_a_bucket(seed, *, whole=True, adapter="default", scale=1.5, **kwargs):
     sent = pairs(seed, **kwargs)
     named = [(f"{p.layer}.lora_{side}", tensor) for p in sent for side, tensor in (("A", p.a), ("B", p.b))]
     flat, entries = flatten(named)
-    received = unflatten(flat, entries_of(layout_text(entries)))
+    received = unflatten(flat, read_layout(layout_text(entries)))
     pairing = pair_up(received, alpha=scale * sent[0].rank)
     assert pairing.faults == ()
     return ModuleUpdate("m", pairing.pairs, whole=whole, adapter=adapter)

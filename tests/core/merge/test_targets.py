@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import CannotLand, LinearModule, Target, whole_weight
+from sgld_lora_merge.merge.targets import CannotLand, Target, whole_weight
 
 
 def small_model():

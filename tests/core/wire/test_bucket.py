@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.wire.bucket import ALIGNMENT, Bucket, BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire.bucket import Bucket, flatten, unflatten
+from sgld_lora_merge.wire.layout import ALIGNMENT, BucketEntry, layout_text, read_layout
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
@@ -278,7 +279,7 @@ def test_entries_that_overlap_are_refused_by_both_names_whether_as_metadata_or_a
         BucketEntry("y", (stop - start,), torch.uint8, start, stop, stop - start),
     ]
     flat = torch.zeros(64, dtype=torch.uint8)
-    for described in (lambda: entries, lambda: entries_of(layout_text(entries))):
+    for described in (lambda: entries, lambda: read_layout(layout_text(entries))):
         with pytest.raises(RequestError, match=r"overlaps '[xy]'") as error:
             unflatten(flat, described())
         assert "'x'" in str(error.value)
@@ -315,7 +316,9 @@ def test_a_layout_is_read_back_from_its_text():
     text = layout_text(entries)
 
     assert json.loads(text) == [["x", "float32", [3], 0, 12], ["y", "bfloat16", [2, 5], 16, 36]]
-    for (name, tensor), (known, other) in zip(unflatten(flat, entries_of(text)), unflatten(flat, entries), strict=True):
+    for (name, tensor), (known, other) in zip(
+        unflatten(flat, read_layout(text)), unflatten(flat, entries), strict=True
+    ):
         assert name == known
         assert torch.equal(tensor, other)
 
@@ -337,12 +340,12 @@ def test_a_layout_is_read_back_from_its_text():
 )
 def test_a_layout_that_is_none_is_refused(layout):
     with pytest.raises(RequestError, match="layout is not a JSON list"):
-        entries_of(layout)
+        read_layout(layout)
 
 
 def test_what_is_wrong_with_the_entries_of_a_layout_is_named():
     with pytest.raises(RequestError) as error:
-        entries_of('[["x", "float32", [4], 0, 15], ["y", "float12", [1], 16, 20], [3, "float32", [1], 0, 4]]')
+        read_layout('[["x", "float32", [4], 0, 15], ["y", "float12", [1], 16, 20], [3, "float32", [1], 0, 4]]')
     assert [fault.split(":")[0] for fault in error.value.faults] == [
         "metadata of 'x'",
         "metadata of 'y'",
@@ -352,21 +355,21 @@ def test_what_is_wrong_with_the_entries_of_a_layout_is_named():
 
 def test_a_layout_that_is_not_text_is_refused():
     with pytest.raises(RequestError, match="layout is a list, not JSON text"):
-        entries_of([])
+        read_layout([])
 
 
 def test_what_a_layout_says_is_checked_as_metadata_is():
     with pytest.raises(RequestError, match="outside the bucket of 8 bytes"):
-        unflatten(torch.zeros(8, dtype=torch.uint8), entries_of('[["x", "float32", [4], 0, 16]]'))
+        unflatten(torch.zeros(8, dtype=torch.uint8), read_layout('[["x", "float32", [4], 0, 16]]'))
 
 
 def test_a_very_long_layout_is_read_and_not_kept():
     rows = [[f"{index:0200}", "float32", [1], 16 * index, 16 * index + 4] for index in range(20_000)]
 
-    entries = entries_of(json.dumps(rows))
+    entries = read_layout(json.dumps(rows))
 
     assert [entry.start for entry in entries] == [row[3] for row in rows]
-    assert entries_of(json.dumps(rows)) is not entries
+    assert read_layout(json.dumps(rows)) is not entries
 
 
 def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
@@ -374,7 +377,7 @@ def row(name="x", dtype="uint8", shape=(8,), start=0, stop=8):
 
 
 def read(flat, *rows):
-    return unflatten(flat, entries_of(json.dumps(rows)))
+    return unflatten(flat, read_layout(json.dumps(rows)))
 
 
 @pytest.mark.parametrize(
@@ -419,10 +422,10 @@ def test_the_tensors_of_a_regular_bucket_are_made_when_they_are_asked_for(rows, 
 def test_a_layout_that_would_take_memory_or_time_without_end_is_refused(rows, words):
     loaded = set(sys.modules)
     with pytest.raises(RequestError, match=words):
-        unflatten(torch.zeros(16, dtype=torch.uint8), entries_of(json.dumps(rows)))
+        unflatten(torch.zeros(16, dtype=torch.uint8), read_layout(json.dumps(rows)))
     assert not [name for name in set(sys.modules) - loaded if name.startswith("torch")]
 
 
 def test_a_name_that_no_answer_could_hold_is_refused():
     with pytest.raises(RequestError, match="is not a JSON list"):
-        entries_of('[["\\ud800","uint8",[8],0,8]]')
+        read_layout('[["\\ud800","uint8",[8],0,8]]')

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from sgld_lora_merge.adapter import pairs
+from sgld_lora_merge.adapter import known_pairs
 from sgld_lora_merge.adapter.file import LAYER_SCALING, read_adapter
-from sgld_lora_merge.adapter.pairs import pair_up, parse_name
+from sgld_lora_merge.adapter.names import parse_name
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import MOST_FAULTS, Faults, RequestError, cut, in_short, name_some
-from sgld_lora_merge.wire import bucket
-from sgld_lora_merge.wire.bucket import BucketEntry, entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.wire import layout as layouts
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.limits import LONGEST_LABEL, LONGEST_NAME, MOST_MODULES, MOST_PAYLOADS, Memory, check_json
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (
@@ -50,7 +52,7 @@ def metadata_of(name):
 READERS = {
     "list": lambda name, tmp_path: named_tensors([(name, torch.ones(1))], None, ["transformer"]),
     "metadata": lambda name, tmp_path: metadata_of(name),
-    "layout": lambda name, tmp_path: entries_of(json.dumps([[name, "uint8", [4], 0, 4]])),
+    "layout": lambda name, tmp_path: read_layout(json.dumps([[name, "uint8", [4], 0, 4]])),
     "pairs": lambda name, tmp_path: parse_name(name),
     "file": lambda name, tmp_path: read_adapter(file_of(tmp_path, {name: torch.ones(1)})),
     "layer_scaling of a file": lambda name, tmp_path: read_adapter(
@@ -222,32 +224,32 @@ def test_memory_is_refused_when_it_is_spent():
 
 
 def test_layouts_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(bucket, "_layouts", {})
+    monkeypatch.setattr(layouts, "_layouts", {})
 
     def text(count, width, tag):
         return json.dumps([[f"{tag}{i:0{width}}", "uint8", [4], 4 * i, 4 * i + 4] for i in range(count)])
 
     few = [text(1, 8, f"few{tag}") for tag in range(20)]
-    assert [entries_of(each) is entries_of(each) for each in few] == [True] * 20
-    assert list(bucket._layouts) == few[-bucket.KEPT_LAYOUTS :]
+    assert [read_layout(each) is read_layout(each) for each in few] == [True] * 20
+    assert list(layouts._layouts) == few[-layouts.KEPT_LAYOUTS :]
     for tag in range(4):
-        entries_of(text(6000, 4, tag))
-    assert sum(len(each.slots) for each in bucket._layouts.values()) <= bucket.MOST_REMEMBERED
-    assert len(bucket._layouts) == 2
+        read_layout(text(6000, 4, tag))
+    assert sum(len(each.slots) for each in layouts._layouts.values()) <= layouts.MOST_REMEMBERED
+    assert len(layouts._layouts) == 2
     for tag in range(9):
-        entries_of(text(1200, 400, tag))
-    assert sum(map(len, bucket._layouts)) <= bucket.LONGEST_REMEMBERED
-    whole = text(bucket.MOST_REMEMBERED + 1, 4, "whole")
-    assert entries_of(whole) is not entries_of(whole)
+        read_layout(text(1200, 400, tag))
+    assert sum(map(len, layouts._layouts)) <= layouts.LONGEST_REMEMBERED
+    whole = text(layouts.MOST_REMEMBERED + 1, 4, "whole")
+    assert read_layout(whole) is not read_layout(whole)
 
 
 def test_forms_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(pairs, "_remembered", {})
+    monkeypatch.setattr(known_pairs, "_known", {})
     for update in range(12):
         named = [(f"{update}.{i}.lora_{side}", torch.ones(1, 1)) for i in range(1000) for side in "AB"]
         assert not pair_up(named).faults
-    assert sum(2 * len(form) for form in pairs._remembered.values()) <= pairs.REMEMBERED_TENSORS
-    assert 4 <= len(pairs._remembered) <= pairs.REMEMBERED_FORMS
+    assert sum(2 * len(form) for form in known_pairs._known.values()) <= known_pairs.KEPT_TENSORS
+    assert 4 <= len(known_pairs._known) <= known_pairs.KEPT_SIGNATURES
 
 
 # files

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
-from sgld_lora_merge.adapter.pairs import pair_up
+from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
-from sgld_lora_merge.merge.targets import LinearModule
+from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.wire.payload import (
     FLATTENED_BUCKET,
     cuda_device_index,

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.wire.bucket import BucketEntry, unflatten
+from sgld_lora_merge.wire.bucket import unflatten
+from sgld_lora_merge.wire.layout import BucketEntry
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, decode, named_tensors, pack
 from sgld_lora_merge.wire.unpickler import PayloadReader, load
 
@@ -177,7 +178,7 @@ REACHING = [
     ("multiprocessing.reduction", "_rebuild_socket", 1),
     ("sglang.srt.utils.common", "dynamic_import", "os.system"),
     ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorBucket"),
-    ("sgld_lora_merge.wire.bucket", "BucketEntry"),
+    ("sgld_lora_merge.wire.layout", "BucketEntry"),
     ("sgld_lora_merge.wire.unpickler", "load", b"N."),
 ]
 

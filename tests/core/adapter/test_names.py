@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgld_lora_merge.adapter.kohya import MOST_WORDS, segments_of, spellings
+from sgld_lora_merge.adapter.names import MOST_WORDS, segments_of, spellings
 
 NAMES = ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.add_q_proj", "transformer_blocks.0.ff.net.0.proj"]
 

@@ -5,19 +5,11 @@ import math
 import pytest
 import torch
 
-from sgld_lora_merge.adapter.pairs import (
-    PAIR_DTYPES,
-    REMEMBERED_FORMS,
-    BucketPairs,
-    _all_finite,
-    _Half,
-    _remembered,
-    layer_name,
-    layers_of,
-    pair_up,
-    parse_name,
-)
-from sgld_lora_merge.wire.bucket import entries_of, flatten, layout_text, unflatten
+from sgld_lora_merge.adapter.known_pairs import KEPT_SIGNATURES, BucketPairs, _known, layers_of
+from sgld_lora_merge.adapter.names import layer_name, parse_name
+from sgld_lora_merge.adapter.pairing import PAIR_DTYPES, _all_finite, _Half, pair_up
+from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.layout import layout_text, read_layout
 
 LAYER = "transformer_blocks.0.attn.to_q"
 
@@ -522,7 +514,7 @@ def test_requests_of_one_form_are_paired_alike_and_their_values_are_looked_at_ea
 def test_the_values_of_every_bucket_of_a_known_form_are_looked_at(bad):
     def received():
         flat, entries = flatten([(name, tensor.bfloat16()) for name, tensor in (*sides("y"), *sides("x"))])
-        return unflatten(flat, entries_of(layout_text(entries)))
+        return unflatten(flat, read_layout(layout_text(entries)))
 
     assert isinstance(pair_up(received()).pairs, BucketPairs)
     for position in range(4):
@@ -537,7 +529,7 @@ def test_the_values_of_every_bucket_of_a_known_form_are_looked_at(bad):
 def test_what_lies_between_the_tensors_of_a_bucket_is_no_fault():
     flat, entries = flatten([("x.lora_A", torch.ones(1, 3)), ("x.lora_B", torch.ones(5, 1))])
     flat[12:16] = 255
-    assert pair_up(unflatten(flat, entries_of(layout_text(entries)))).faults == ()
+    assert pair_up(unflatten(flat, read_layout(layout_text(entries)))).faults == ()
 
 
 def test_a_tensor_under_two_names_says_nothing_of_the_next_request():
@@ -552,11 +544,11 @@ def test_a_tensor_under_two_names_says_nothing_of_the_next_request():
 def test_faults_alphas_and_many_forms_are_found_again_and_again():
     lone = sides("x")[:1]
     own = [*sides("x"), ("x.alpha", torch.tensor(8.0))]
-    for number in range(2 * REMEMBERED_FORMS):
+    for number in range(2 * KEPT_SIGNATURES):
         assert pair_up(lone).faults == ("'x' has lora_A but no lora_B",)
         assert pair_up(own).pairs[0].scale == 8.0 / own[0][1].shape[0]
         assert pair_up(sides(f"layer.{number}")).faults == ()
-    assert len(_remembered) <= REMEMBERED_FORMS
+    assert len(_known) <= KEPT_SIGNATURES
 
 
 def test_sections_stacked_in_three_dimensions_are_said_to_be_that():
