@@ -68,12 +68,12 @@ def jobs_of(shapes: Shapes, rank: int, weight: torch.dtype, pair: torch.dtype, t
     return jobs
 
 
-def launches_of(jobs: list[MergeJob], scratch: kernel.Scratch) -> Callable[[], None]:
+def launches_of(jobs: list[MergeJob], scratch: kernel.KernelScratch) -> Callable[[], None]:
     """What `kernel.merge` does on the device for jobs whose table is there."""
-    groups: dict[kernel.Variant, list[tuple[int, kernel.Entry]]] = {}
+    groups: dict[kernel.KernelVariant, list[tuple[int, kernel.PreparedJob]]] = {}
     for position, job in enumerate(jobs):
         entry = scratch.entries[job]
         assert entry is not None
         groups.setdefault(entry.variant, []).append((position, entry))
-    parts = [kernel.Part(variant, members) for variant, members in groups.items()]
+    parts = [kernel.LaunchGroup(variant, members) for variant, members in groups.items()]
     return lambda: kernel.launch(parts, scratch, [None] * len(parts))

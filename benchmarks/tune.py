@@ -109,7 +109,7 @@ def use_product(name: str) -> None:
 
 
 def use_launch(case: Case, variant: Variant, launch: Launch) -> None:
-    kernel.LAUNCHES[variant.wide, variant.resident_ranks] = launch
+    kernel.TILE_CONFIGS[variant.wide, variant.resident_ranks] = launch
     kernel.NARROW_COLUMNS, kernel.ROW_TILES = 0, case.row_tiles
     kernel._variant_of.cache_clear()
 

@@ -294,7 +294,10 @@ class MergeEngine:
         if plan.offloaded is None:
             after = {target.key: job for target, job in plan.jobs_after}
             before = ((job, after.get(target.key)) for target, job in plan.jobs_before)
-            return [*after.values(), *(job for job, then in before if then is None or not kernels.alike(job, then))]
+            return [
+                *after.values(),
+                *(job for job, then in before if then is None or not kernels.share_scratch(job, then)),
+            ]
         places = _places(plan.merged, plan.offloaded.blank, partial(self._base, plan))
         return [job for adapters in (plan.before, plan.after) for _, job in _jobs(adapters, places)]
 

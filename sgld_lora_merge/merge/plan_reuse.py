@@ -73,7 +73,7 @@ def can_be_reused(plan: ModulePlan, copies: Sequence[Copy]) -> bool:
         and len(plan.after) == 1
         and len(plan.jobs_after) == len(plan.written)
         and {pair.layer for pair in all_pairs(plan.after)} == {copy.layer for copy in copies}
-        and all(kernels.alike(job, job) for _, job in plan.jobs_after)
+        and all(kernels.share_scratch(job, job) for _, job in plan.jobs_after)
     )
 
 

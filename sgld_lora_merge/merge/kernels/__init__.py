@@ -1,4 +1,4 @@
-"""The front door of the merge: jobs in, statistics out. Which code runs behind it is decided here and nowhere else.
+"""Run merge jobs and return statistics. Which code runs is decided here and nowhere else.
 
 On a GPU the grouped Triton kernel runs, elsewhere the definition in plain torch.
 """
@@ -18,7 +18,16 @@ from sgld_lora_merge.merge.kernels import reference, words
 from sgld_lora_merge.merge.kernels.reference import MergeJob, MergeStats, Term
 
 __all__ = [
-    "MergeJob", "MergeStats", "Scratch", "Term", "alike", "begin", "compile_ahead", "merge", "scratch_for", "word_sum",
+    "MergeJob",
+    "MergeStats",
+    "Scratch",
+    "Term",
+    "begin",
+    "compile_ahead",
+    "merge",
+    "scratch_for",
+    "share_scratch",
+    "word_sum",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -31,11 +40,11 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch:
 
     The jobs are those of one device. The values of their pairs must not change before the merge.
     """
-    return _in_force(jobs[0].out.device).scratch_for(jobs, precision) if jobs else None
+    return _code_for(jobs[0].out.device).scratch_for(jobs, precision) if jobs else None
 
 
-def alike(one: MergeJob, other: MergeJob) -> bool:
-    """Whether scratch for one job serves another of the same target: the kernel reads both pairs where they are.
+def share_scratch(one: MergeJob, other: MergeJob) -> bool:
+    """Return whether scratch for one job serves another job of the same target: the kernel reads both pairs in place.
 
     An update and its undoing mostly are; then only one of them is prepared.
     """
@@ -62,10 +71,10 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> l
 
 
 def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
-    """As `merge`; what it gives returns the statistics, and on a GPU waits for the jobs to be done."""
+    """Start the jobs as `merge` does; return a function that returns the statistics and on a GPU waits for them."""
     if scratch is None:
         return list
-    if isinstance(scratch, reference.Scratch):
+    if isinstance(scratch, reference.EagerScratch):
         stats = reference.merge(jobs, precision, scratch)
         return lambda: stats
     begun: Callable[[], list[MergeStats]] = _kernel().begin(jobs, precision, scratch)
@@ -76,27 +85,27 @@ def compile_ahead(
     device: torch.device, precision: Precision, weight: torch.dtype, pair: torch.dtype, rank: int
 ) -> None:
     """Compile what a first update of such pairs would wait for; nothing to do on a CPU."""
-    code = _in_force(device)
+    code = _code_for(device)
     if code is not reference:
         code.compile_ahead(device, precision, weight, pair, rank)
 
 
 def word_sum(data: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """The sum that fingerprints are made of; `words.word_sum` defines it and has the arguments."""
-    if _in_force(data.device) is reference:
+    """Return the sum that fingerprints are made of; `words.word_sum` defines it and has the arguments."""
+    if _code_for(data.device) is reference:
         return words.word_sum(data, start)
     from sgld_lora_merge.merge.kernels import word_tiles
 
     return word_tiles.word_sum(data, start)
 
 
-def _in_force(device: torch.device) -> ModuleType:
+def _code_for(device: torch.device) -> ModuleType:
     return _kernel_on(device) if device.type == "cuda" else reference
 
 
 @functools.cache
 def _kernel_on(device: torch.device) -> ModuleType:
-    """The kernel, if it compiles on this device: it takes a C compiler, and a GPU that it knows."""
+    """Return the kernel if it compiles on this device, which needs a C compiler and a GPU that it knows."""
     try:
         kernel = _kernel()
         kernel.compile_ahead(device, Precision.FP32, torch.bfloat16, torch.bfloat16, 16)

@@ -7,14 +7,14 @@ they belong to, are one launch: a table on the device holds what differs between
 W0 that lies in host memory is copied into the live weight on a second stream, and merged there in place, a few targets
 per launch: while the kernel merges some, the link brings the next.
 
-What the kernel does not take goes through `reference.merge`: see `_variant`.
+What the kernel does not take goes through `reference.merge`: see `_variant`. The formula is in `tiles`, the table in
+`table`.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.merge.kernels import reference
 from sgld_lora_merge.merge.kernels.reference import MergeJob, MergeStats, Term
+from sgld_lora_merge.merge.kernels.table import pack_row
 from sgld_lora_merge.merge.kernels.tiles import STATISTICS, merge_group
 from sgld_lora_merge.merge.spans import Span
 
@@ -43,7 +44,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 
 @dataclass(frozen=True)
-class Launch:
+class TileConfig:
     """Tile of W0 per step of a program, its warps, and the depth of its pipeline."""
 
     rows: int
@@ -55,20 +56,20 @@ class Launch:
 # By whether anything is float32, and by ranks, padded; the last of each kind is for passes over A: several terms, or
 # more ranks than the table has. Times are multiples of the copy floor in fp32 / fp16 mode, with the statistics: 3.4 B
 # bfloat16 parameters in Qwen-Image's shapes, H200, 2026-11-29, benchmarks/results/tune.md.
-LAUNCHES = {
-    (False, 16): Launch(64, 128, 4, 4),  # 1.03 / 1.04
-    (False, 32): Launch(64, 128, 4, 4),  # 1.03 / 1.03
-    (False, 64): Launch(64, 128, 4, 4),  # 1.04 / 1.06; with 3 stages 1.05 / 1.07, 64 columns 1.09 / 1.09
-    (False, 128): Launch(128, 128, 8, 3),  # 1.20 / 1.30; 64 x 64 1.28 / 1.36
-    (False, 256): Launch(64, 128, 4, 3),  # 1.89 / 2.07
-    (False, None): Launch(64, 128, 4, 3),
-    (True, 16): Launch(64, 128, 4, 3),  # 1.06; 64 columns 1.12
-    (True, 32): Launch(64, 128, 4, 3),  # 1.14; 64 columns 1.24
-    (True, 64): Launch(64, 128, 4, 2),  # 1.73; 64 columns 2.04
-    (True, 128): Launch(64, 64, 4, 2),  # 3.19; 128 x 64 3.68
-    (True, None): Launch(64, 64, 4, 2),
+TILE_CONFIGS = {
+    (False, 16): TileConfig(64, 128, 4, 4),  # 1.03 / 1.04
+    (False, 32): TileConfig(64, 128, 4, 4),  # 1.03 / 1.03
+    (False, 64): TileConfig(64, 128, 4, 4),  # 1.04 / 1.06; with 3 stages 1.05 / 1.07, 64 columns 1.09 / 1.09
+    (False, 128): TileConfig(128, 128, 8, 3),  # 1.20 / 1.30; 64 x 64 1.28 / 1.36
+    (False, 256): TileConfig(64, 128, 4, 3),  # 1.89 / 2.07
+    (False, None): TileConfig(64, 128, 4, 3),
+    (True, 16): TileConfig(64, 128, 4, 3),  # 1.06; 64 columns 1.12
+    (True, 32): TileConfig(64, 128, 4, 3),  # 1.14; 64 columns 1.24
+    (True, 64): TileConfig(64, 128, 4, 2),  # 1.73; 64 columns 2.04
+    (True, 128): TileConfig(64, 64, 4, 2),  # 3.19; 128 x 64 3.68
+    (True, None): TileConfig(64, 64, 4, 2),
 }
-NARROW = Launch(64, 64, 4, 4)  # weights of 320 columns: 1.19 / 1.26 at rank 32, where 128 columns take 1.31 / 1.41
+NARROW = TileConfig(64, 64, 4, 4)  # weights of 320 columns: 1.19 / 1.26 at rank 32, where 128 columns take 1.31 / 1.41
 NARROW_COLUMNS = 512
 ROW_TILES = 12  # a program's walk at most; 24: 0 to 2 % slower at these shapes, 10 % at 1000 x 1544
 CHUNK_RANKS = 64  # ranks of one pass over A
@@ -76,7 +77,7 @@ STREAMED_BYTES = 64 * 2**20  # of W0 from the host per launch; 16 to 128 MiB too
 
 
 @dataclass(frozen=True)
-class Variant:
+class KernelVariant:
     """What all targets of one launch have in common. ``aligned``: every row starts at 16 bytes, and so does its end."""
 
     rows: int
@@ -93,7 +94,7 @@ class Variant:
         """Whether A and B are multiplied as float32, in three bfloat16 each; 16 bits are multiplied as they are.
 
         Closer to float64 than Triton's tf32x3 (1.8e-5 of bfloat16 elements differ at rank 64, 4.5e-5 there) and faster,
-        since the parts of A are made once: 1.73 and 3.19 times the floor at ranks 64 and 128. Without statistics
+        since the groups of A are made once: 1.73 and 3.19 times the floor at ranks 64 and 128. Without statistics
         tf32x3 took 1.95 and 5.03, bf16x6 1.93 and 5.27, ieee 3.25 and 27.
         """
         return not self.sequential and (self.a is not self.b or self.a is torch.float32)
@@ -102,7 +103,7 @@ class Variant:
     def resident_ranks(self) -> int | None:
         """Ranks of the tile of A that stays, padded; None where A comes in passes."""
         padded: int = max(16, triton.next_power_of_2(self.ranks[0]))
-        return padded if len(self.ranks) == 1 and (self.wide, padded) in LAUNCHES else None
+        return padded if len(self.ranks) == 1 and (self.wide, padded) in TILE_CONFIGS else None
 
     @property
     def wide(self) -> bool:
@@ -110,8 +111,8 @@ class Variant:
         return self.split or torch.float32 in (self.weight, self.a, self.b)
 
     @property
-    def launch(self) -> Launch:
-        launch = LAUNCHES[self.wide, self.resident_ranks]
+    def launch(self) -> TileConfig:
+        launch = TILE_CONFIGS[self.wide, self.resident_ranks]
         narrow = self.columns < NARROW_COLUMNS and self.columns % launch.columns and not self.wide
         return NARROW if narrow else launch
 
@@ -157,28 +158,28 @@ Staged = dict[tuple[int, tuple[Span, ...], torch.dtype], tuple[torch.Tensor, tor
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """A job as the kernel takes it: its launch, and its part of the table.
+class PreparedJob:
+    """A job as the kernel takes it: its launch, and its row of the table.
 
     Attributes:
         streamed: ``out`` and W0, where W0 has to be copied there first; the table then has ``out`` as the base.
     """
 
-    variant: Variant
-    fields: tuple[int, ...]
+    variant: KernelVariant
+    row: tuple[int, ...]
     streamed: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LaunchGroup:
     """Targets of one shape that one launch merges, each with its place among the jobs."""
 
-    variant: Variant
-    members: list[tuple[int, Entry]]
+    variant: KernelVariant
+    members: list[tuple[int, PreparedJob]]
 
 
 @dataclass(frozen=True, eq=False)
-class Scratch:
+class KernelScratch:
     """All memory of a merge besides the weights.
 
     Attributes:
@@ -188,21 +189,21 @@ class Scratch:
         partials: float64 ``[programs, 3]``, the statistics of each program. sums: float64 ``[jobs, 3]``, of each job.
         copies: the stream that brings W0 from the host; None where none is there.
         eager: for the jobs without an entry.
-        filled: the jobs that the table holds, and their parts; at most one of it.
+        filled: the jobs that the table holds, and their groups; at most one of it.
     """
 
-    entries: dict[MergeJob, Entry | None]
+    entries: dict[MergeJob, PreparedJob | None]
     staged: Staged
     table: torch.Tensor
     table_host: torch.Tensor
     partials: torch.Tensor
     sums: torch.Tensor
     copies: torch.cuda.Stream | None
-    eager: reference.Scratch | None
-    filled: list[tuple[list[MergeJob], list[Part]]] = field(default_factory=list)
+    eager: reference.EagerScratch | None
+    filled: list[tuple[list[MergeJob], list[LaunchGroup]]] = field(default_factory=list)
 
 
-def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | None:
+def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> KernelScratch | None:
     """Allocate what `merge` will need for these jobs, or for some of them; None without jobs.
 
     A and B on another device, of several spans or not aligned are copied here. Their values must not change before the
@@ -212,15 +213,15 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
         return None
     device = jobs[0].out.device
     staged: Staged = {}
-    entries = {job: _entry(job, precision, staged) for job in jobs}
+    entries = {job: _prepare(job, precision, staged) for job in jobs}
     taken = [entry for entry in entries.values() if entry is not None]
-    fields = sum(len(entry.fields) for entry in taken)
+    fields = sum(len(entry.row) for entry in taken)
     programs = sum(entry.variant.programs for entry in taken)
     table = torch.empty(fields, dtype=torch.int64, device=device)
     partials = torch.empty(programs, STATISTICS.value, dtype=torch.float64, device=device)
     for variant in {entry.variant for entry in taken}:
         _compile(variant, table, partials)
-    return Scratch(
+    return KernelScratch(
         entries,
         staged,
         table,
@@ -232,38 +233,38 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
     )
 
 
-def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
+def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: KernelScratch | None) -> list[MergeStats]:
     """Run the jobs, each written in place; one statistics object per job, as `reference.merge` does."""
     return [] if scratch is None else begin(jobs, precision, scratch)()
 
 
-def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> Callable[[], list[MergeStats]]:
-    """Launch the jobs; what it gives waits for their statistics.
+def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: KernelScratch) -> Callable[[], list[MergeStats]]:
+    """Launch the jobs; return a function that waits for their statistics.
 
     The very job objects that the scratch was made for cost the least; others are prepared again.
     """
     jobs = list(jobs)
     stats: dict[int, MergeStats] = {}
     with torch.inference_mode(), torch.cuda.device_of(scratch.table):
-        if not (scratch.filled and _same(scratch.filled[0][0], jobs)):
-            groups: dict[Variant, list[tuple[int, Entry]]] = {}
+        if not (scratch.filled and _are_the_same_objects(scratch.filled[0][0], jobs)):
+            by_variant: dict[KernelVariant, list[tuple[int, PreparedJob]]] = {}
             for position, job in enumerate(jobs):
-                entry = scratch.entries[job] if job in scratch.entries else _entry(job, precision, scratch.staged)
+                entry = scratch.entries[job] if job in scratch.entries else _prepare(job, precision, scratch.staged)
                 if entry is None:
                     (stats[position],) = reference.merge([job], precision, scratch.eager)
                 else:
-                    groups.setdefault(entry.variant, []).append((position, entry))
-            parts = [part for variant, members in groups.items() for part in _parts(variant, members)]
-            arrivals = _bring(parts, scratch.copies)
-            fill_table(parts, scratch)
-            scratch.filled[:] = [] if stats else [(jobs, parts)]
+                    by_variant.setdefault(entry.variant, []).append((position, entry))
+            groups = [group for variant, members in by_variant.items() for group in _launch_groups(variant, members)]
+            arrivals = _start_h2d(groups, scratch.copies)
+            fill_table(groups, scratch)
+            scratch.filled[:] = [] if stats else [(jobs, groups)]
         else:
-            parts = scratch.filled[0][1]
-            arrivals = _bring(parts, scratch.copies)
-        launch(parts, scratch, arrivals)
+            groups = scratch.filled[0][1]
+            arrivals = _start_h2d(groups, scratch.copies)
+        launch(groups, scratch, arrivals)
 
     def finish() -> list[MergeStats]:
-        positions = [position for part in parts for position, _ in part.members]
+        positions = [position for group in groups for position, _ in group.members]
         for position, sums in zip(positions, scratch.sums[: len(positions)].tolist(), strict=True):
             stats[position] = MergeStats(sums[0], sums[1], int(sums[2]))
         return [stats[position] for position in range(len(stats))]
@@ -271,51 +272,51 @@ def begin(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch) -> C
     return finish
 
 
-def _same(some: Sequence[MergeJob], others: Sequence[MergeJob]) -> bool:
+def _are_the_same_objects(some: Sequence[MergeJob], others: Sequence[MergeJob]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _parts(variant: Variant, members: Sequence[tuple[int, Entry]]) -> Iterator[Part]:
-    """A group as it is launched: whole, or as much at a time as is streamed together."""
-    part: list[tuple[int, Entry]] = []
+def _launch_groups(variant: KernelVariant, members: Sequence[tuple[int, PreparedJob]]) -> Iterator[LaunchGroup]:
+    """Divide the jobs of one variant into launches: one, or as many as W0 is streamed in."""
+    group: list[tuple[int, PreparedJob]] = []
     streamed = 0
     for member in members:
         nbytes = 0 if member[1].streamed is None else member[1].streamed[1].nbytes
         if streamed and streamed + nbytes > STREAMED_BYTES:
-            yield Part(variant, part)
-            part, streamed = [], 0
-        part.append(member)
+            yield LaunchGroup(variant, group)
+            group, streamed = [], 0
+        group.append(member)
         streamed += nbytes
-    yield Part(variant, part)
+    yield LaunchGroup(variant, group)
 
 
-def _bring(parts: Sequence[Part], copies: torch.cuda.Stream | None) -> list[torch.cuda.Event | None]:
-    """Copy W0 from the host to where it is merged; by part, what tells when it is there."""
+def _start_h2d(groups: Sequence[LaunchGroup], copies: torch.cuda.Stream | None) -> list[torch.cuda.Event | None]:
+    """Start to copy W0 from the host to where it is merged; return by launch the event of its arrival."""
     if copies is None:
-        return [None] * len(parts)
+        return [None] * len(groups)
     arrivals: list[torch.cuda.Event | None] = []
     copies.wait_stream(torch.cuda.current_stream())  # what came before may still use the live weights
     with torch.cuda.stream(copies):
-        for part in parts:
-            streamed = [entry.streamed for _, entry in part.members if entry.streamed is not None]
+        for group in groups:
+            streamed = [entry.streamed for _, entry in group.members if entry.streamed is not None]
             for out, base in streamed:
                 out.copy_(base, non_blocking=True)
             arrivals.append(copies.record_event() if streamed else None)
     return arrivals
 
 
-def fill_table(parts: Sequence[Part], scratch: Scratch) -> None:
-    """The fields of all jobs, part after part, on the device."""
-    fields = [field for part in parts for _, entry in part.members for field in entry.fields]
+def fill_table(groups: Sequence[LaunchGroup], scratch: KernelScratch) -> None:
+    """Write the rows of all jobs, launch after launch, into the table on the device."""
+    fields = [field for group in groups for _, entry in group.members for field in entry.row]
     scratch.table_host[: len(fields)].copy_(torch.tensor(fields, dtype=torch.int64))
     scratch.table[: len(fields)].copy_(scratch.table_host[: len(fields)], non_blocking=True)
 
 
-def launch(parts: Sequence[Part], scratch: Scratch, arrivals: Iterable[torch.cuda.Event | None]) -> None:
-    """One launch for each part, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
+def launch(groups: Sequence[LaunchGroup], scratch: KernelScratch, arrivals: Iterable[torch.cuda.Event | None]) -> None:
+    """Launch each group, after `fill_table`; the statistics of its jobs follow in ``scratch.sums``."""
     first_field = first_program = first_job = 0
-    for part, arrival in zip(parts, arrivals, strict=True):
-        variant, count, programs = part.variant, len(part.members), part.variant.programs
+    for group, arrival in zip(groups, arrivals, strict=True):
+        variant, count, programs = group.variant, len(group.members), group.variant.programs
         if arrival is not None:
             torch.cuda.current_stream().wait_event(arrival)
         merge_group[(programs, count)](
@@ -332,7 +333,7 @@ def launch(parts: Sequence[Part], scratch: Scratch, arrivals: Iterable[torch.cud
             count, programs, STATISTICS.value
         )
         torch.sum(partials, dim=1, out=scratch.sums[first_job : first_job + count])
-        first_field += count * len(part.members[0][1].fields)
+        first_field += count * len(group.members[0][1].row)
         first_program += count * programs
         first_job += count
 
@@ -340,7 +341,7 @@ def launch(parts: Sequence[Part], scratch: Scratch, arrivals: Iterable[torch.cud
 _compiled: set[tuple[torch.device, frozenset[tuple[str, Any]]]] = set()
 
 
-def _compile(variant: Variant, table: torch.Tensor, partials: torch.Tensor) -> None:
+def _compile(variant: KernelVariant, table: torch.Tensor, partials: torch.Tensor) -> None:
     """Compile and load the kernel, so that a launch of it has nothing left that can fail.
 
     The arguments that are not constants are not specialised on, so that one binary serves them all. A launch of no
@@ -370,29 +371,29 @@ def _blocks(elements: int, block: int) -> int:
     return -(-elements // block)
 
 
-_variant_of = functools.cache(Variant)
+_variant_of = functools.cache(KernelVariant)
 _capability = functools.cache(torch.cuda.get_device_capability)
 _copy_stream = functools.cache(torch.cuda.Stream)
 
 
-def _entry(job: MergeJob, precision: Precision, staged: Staged) -> Entry | None:
+def _prepare(job: MergeJob, precision: Precision, staged: Staged) -> PreparedJob | None:
     variant = _variant(job, precision)
     if variant is None:
         return None
     device = job.out.device
     streamed = None if job.base.device == device else (job.out, job.base)
     base = job.base if streamed is None else job.out
-    fields = [job.out.data_ptr(), base.data_ptr(), job.out.stride(0), base.stride(0)]
+    terms = []
     for term in job.terms:
-        a, a_stride = _readable(term.a, term.a_cols, 1, variant.a, device, staged)
-        b, b_stride = _readable(term.b, term.b_rows, 0, variant.b, device, staged)
-        (scale,) = struct.unpack("<i", struct.pack("<f", term.scale))
-        fields += (a, b, a_stride, b_stride, term.a.shape[0], scale)
-    return Entry(variant, tuple(fields), streamed)
+        a_ptr, a_stride = _readable(term.a, term.a_cols, 1, variant.a, device, staged)
+        b_ptr, b_stride = _readable(term.b, term.b_rows, 0, variant.b, device, staged)
+        terms.append((a_ptr, b_ptr, a_stride, b_stride, term.a.shape[0], term.scale))
+    row = pack_row(job.out.data_ptr(), base.data_ptr(), job.out.stride(0), base.stride(0), terms)
+    return PreparedJob(variant, row, streamed)
 
 
-def _variant(job: MergeJob, precision: Precision) -> Variant | None:
-    """The launch that a job belongs to; None where the kernel does not compute it, or in fp16 mode not exactly."""
+def _variant(job: MergeJob, precision: Precision) -> KernelVariant | None:
+    """Return the variant of a job; None where the kernel does not compute it, or in fp16 mode not exactly."""
     out = job.out
     (rows, columns), device, weight = out.shape, out.device, out.dtype
     base = job.base if job.base.device == device else out
@@ -420,7 +421,7 @@ def _variant(job: MergeJob, precision: Precision) -> Variant | None:
 def _readable(
     source: torch.Tensor, spans: tuple[Span, ...], dim: int, dtype: torch.dtype, device: torch.device, staged: Staged
 ) -> tuple[int, int]:
-    """Address and row stride of the spans as a matrix of aligned rows on the device: where they are, or of a copy.
+    """Return address and row stride of the spans as a matrix of aligned rows: in place, or of a copy on the device.
 
     Rows of a copy are filled up with zeros to whole multiples of ALIGNMENT.
     """
@@ -432,9 +433,9 @@ def _readable(
             return first, stride
     key = (id(source), spans, dtype)
     if key not in staged:
-        part = torch.cat([source.narrow(dim, span.start, span.size) for span in spans], dim)
-        copy = torch.zeros(part.shape[0], _blocks(columns, ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)
-        copy[:, :columns].copy_(part)
+        group = torch.cat([source.narrow(dim, span.start, span.size) for span in spans], dim)
+        copy = torch.zeros(group.shape[0], _blocks(columns, ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)
+        copy[:, :columns].copy_(group)
         staged[key] = (source, copy)
     copy = staged[key][1]
     return copy.data_ptr(), copy.stride(0)

@@ -4,8 +4,8 @@ Both modes are those of `adapter.precision.Precision`. FP32 mode evaluates its f
 only rounding is the one into the weight's dtype: float32 products of random matrices, whose rounding errors grow with
 the rank, end up on the other side of a rounding boundary in up to 1.5e-3 of float16 elements.
 
-All large temporaries live in a `Scratch` that is allocated before the first write, so that a merge cannot run out of
-memory half-way.
+All large temporaries live in an `EagerScratch` that is allocated before the first write, so that a merge cannot run out
+of memory half-way.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MergeStats:
 
 
 @dataclass(frozen=True, eq=False)
-class Scratch:
+class EagerScratch:
     """Temporaries for jobs, one after the other: two float64 chunks, the product in the weight's dtype, and W0."""
 
     chunks: tuple[torch.Tensor, ...]
@@ -91,7 +91,7 @@ class Scratch:
     base: torch.Tensor
 
 
-def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | None:
+def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> EagerScratch | None:
     """Allocate what `merge` will need for these jobs; None without jobs."""
     if not jobs:
         return None
@@ -101,14 +101,14 @@ def scratch_for(jobs: Sequence[MergeJob], precision: Precision) -> Scratch | Non
     base_bytes = max(job.base.nbytes if job.base.device != device else 0 for job in jobs)
     base = torch.empty(base_bytes, dtype=torch.uint8, device=device)
     if precision is Precision.FP32:
-        return Scratch(chunks, None, base)
+        return EagerScratch(chunks, None, base)
     product_bytes = max(
         term.b.shape[0] * term.a.shape[1] * job.out.element_size() for job in jobs for term in job.terms
     )
-    return Scratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device), base)
+    return EagerScratch(chunks, torch.empty(product_bytes, dtype=torch.uint8, device=device), base)
 
 
-def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | None) -> list[MergeStats]:
+def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: EagerScratch | None) -> list[MergeStats]:
     """Run the jobs, each written in place; one statistics object per job.
 
     Parameters created under inference mode are writable here, and their version counters do not move.
@@ -118,7 +118,7 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: Scratch | Non
         return [run(_with_base_at_hand(job, scratch), scratch) for job in jobs if scratch is not None]
 
 
-def _with_base_at_hand(job: MergeJob, scratch: Scratch) -> MergeJob:
+def _with_base_at_hand(job: MergeJob, scratch: EagerScratch) -> MergeJob:
     """The job with its base on the device that merges."""
     if job.base.device == job.out.device:
         return job
@@ -126,7 +126,7 @@ def _with_base_at_hand(job: MergeJob, scratch: Scratch) -> MergeJob:
     return replace(job, base=base.copy_(job.base))
 
 
-def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:
+def _merge_fp32(job: MergeJob, scratch: EagerScratch) -> MergeStats:
     stats = MergeStats()
     for out, update, exact in _chunks(job, job.terms, scratch):
         out.copy_(exact)
@@ -134,7 +134,7 @@ def _merge_fp32(job: MergeJob, scratch: Scratch) -> MergeStats:
     return stats
 
 
-def _merge_fp16(job: MergeJob, scratch: Scratch) -> MergeStats:
+def _merge_fp16(job: MergeJob, scratch: EagerScratch) -> MergeStats:
     assert scratch.product is not None
     device, dtype = job.out.device, job.out.dtype
     terms = [replace(term, a=term.a.to(device, dtype), b=term.b.to(device, dtype)) for term in job.terms]
@@ -151,7 +151,7 @@ def _merge_fp16(job: MergeJob, scratch: Scratch) -> MergeStats:
 
 
 def _chunks(
-    job: MergeJob, terms: Sequence[Term], scratch: Scratch
+    job: MergeJob, terms: Sequence[Term], scratch: EagerScratch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For some rows at a time: ``out``, the sum of the terms, and ``base`` plus that sum, the latter two in float64."""
     device = job.out.device

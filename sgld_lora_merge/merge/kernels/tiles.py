@@ -1,5 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The device code of the grouped merge.
+"""The device code of the grouped merge: ``W' = W0 + sum over terms of s * B @ A`` for many targets in one launch.
+
+    grid      (programs of one target, targets of the launch)
+    program   one block of COLUMNS columns and a walk of ROWS rows at a time down it: the tile of A stays, tiles of W0
+              and B stream past it, and W' is stored with two sums, |W' - exact|^2 and |update|^2
+    table     one row for each target: `table.pack_row` writes it, `table.read_target` and `table.read_term` read it
+    partials  float64 [programs of all targets, STATISTICS], one row for each program
+
+In fp32 mode a result is rounded once: ``round(W0 + s * (B @ A))``. In fp16 mode (SEQUENTIAL) every step is rounded to
+the weight's dtype, as eager torch computes ``W0 + round(s * round(B @ A))``.
 
 ``emulated`` is for Triton's interpreter on a CPU: it has no inline assembly, cuts bfloat16 off where it should round,
 and multiplies matrices of bfloat16 wrongly.
@@ -10,9 +19,11 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-JOB_FIELDS = tl.constexpr(4)  # of the table, for each target: out, base, and their row strides
-TERM_FIELDS = tl.constexpr(6)  # then for each term: a, b, their row strides, rank, and the bits of the scale
-STATISTICS = tl.constexpr(3)
+from sgld_lora_merge.merge.kernels.table import TARGET_FIELDS, TERM_FIELDS, read_target, read_term
+
+STATISTICS = tl.constexpr(
+    3
+)  # of a program: what rounding lost squared, the update squared, elements that are not finite
 
 
 # Two bfloat16 share a register. The compiler takes them apart for every conversion, which makes a loop of 704 (fp32
@@ -130,54 +141,43 @@ def _product(b, b_middle, b_low, a, a_middle, a_low, product, SPLIT: tl.constexp
 
 
 @triton.jit
-def _term(entry, A: tl.constexpr, B: tl.constexpr):
-    a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(A)), 16)
-    b = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(B)), 16)
-    a_stride = tl.multiple_of(tl.load(entry + 2), 8)
-    b_stride = tl.multiple_of(tl.load(entry + 3), 8)
-    rank = tl.load(entry + 4).to(tl.int32)
-    scale = tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
-    return a, b, a_stride, b_stride, rank, scale
+def _load_a(a_ptr, a_stride, ranks, rank, columns, column_count, EVEN: tl.constexpr):
+    at_ptr = a_ptr + ranks[:, None] * a_stride.to(tl.int32) + columns[None, :]
+    if EVEN:
+        return tl.load(at_ptr)
+    return tl.load(at_ptr, mask=(ranks[:, None] < rank) & (columns[None, :] < column_count), other=0.0)
 
 
 @triton.jit
-def _load_a(a, stride, ranks, rank, columns, column_count, EVEN: tl.constexpr):
-    at = a + ranks[:, None] * stride.to(tl.int32) + columns[None, :]
+def _load_b(b_ptr, b_stride, rows, row_count, ranks, rank, EVEN: tl.constexpr):
+    at_ptr = b_ptr + rows[:, None] * b_stride.to(tl.int32) + ranks[None, :]
     if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(ranks[:, None] < rank) & (columns[None, :] < column_count), other=0.0)
-
-
-@triton.jit
-def _load_b(b, stride, rows, row_count, ranks, rank, EVEN: tl.constexpr):
-    at = b + rows[:, None] * stride.to(tl.int32) + ranks[None, :]
-    if EVEN:
-        return tl.load(at)
+        return tl.load(at_ptr)
     padded = tl.multiple_of((rank + 7) // 8 * 8, 8)  # B is filled up with zeros to there
-    return tl.load(at, mask=(rows[:, None] < row_count) & (ranks[None, :] < padded), other=0.0)
+    return tl.load(at_ptr, mask=(rows[:, None] < row_count) & (ranks[None, :] < padded), other=0.0)
 
 
 @triton.jit
-def _load_w(base, stride, rows, row_count, columns, column_count, EVEN: tl.constexpr):
-    at = base + rows[:, None] * stride.to(tl.int32) + columns[None, :]
+def _load_w(base_ptr, base_stride, rows, row_count, columns, column_count, EVEN: tl.constexpr):
+    at_ptr = base_ptr + rows[:, None] * base_stride.to(tl.int32) + columns[None, :]
     if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(rows[:, None] < row_count) & (columns[None, :] < column_count), other=0.0)
+        return tl.load(at_ptr)
+    return tl.load(at_ptr, mask=(rows[:, None] < row_count) & (columns[None, :] < column_count), other=0.0)
 
 
 @triton.jit
-def _store_w(out, stride, rows, row_count, columns, column_count, w, EVEN: tl.constexpr):
-    at = out + rows[:, None] * stride.to(tl.int32) + columns[None, :]
+def _store_w(out_ptr, out_stride, rows, row_count, columns, column_count, w, EVEN: tl.constexpr):
+    at_ptr = out_ptr + rows[:, None] * out_stride.to(tl.int32) + columns[None, :]
     if EVEN:
-        tl.store(at, w)
+        tl.store(at_ptr, w)
     else:
-        tl.store(at, w, mask=(rows[:, None] < row_count) & (columns[None, :] < column_count))
+        tl.store(at_ptr, w, mask=(rows[:, None] < row_count) & (columns[None, :] < column_count))
 
 
 @triton.jit(do_not_specialize=["first_field", "first_program", "row_count", "column_count", "tiles"])
 def merge_group(
-    table,
-    partials,
+    table_ptr,
+    partials_ptr,
     first_field,
     first_program,
     row_count,
@@ -201,16 +201,9 @@ def merge_group(
 ):
     job = tl.program_id(1)
     program = tl.program_id(0)
-    entry = table + first_field + job * (JOB_FIELDS + TERM_FIELDS * TERMS)
-    out = tl.load(entry).to(tl.pointer_type(W))
-    base = tl.load(entry + 1).to(tl.pointer_type(W))
-    out_stride = tl.load(entry + 2)
-    base_stride = tl.load(entry + 3)
+    row_ptr = table_ptr + first_field + job * (TARGET_FIELDS + TERM_FIELDS * TERMS)
+    out_ptr, base_ptr, out_stride, base_stride = read_target(row_ptr, W, ALIGNED)
     if ALIGNED:
-        out = tl.multiple_of(out, 16)
-        base = tl.multiple_of(base, 16)
-        out_stride = tl.multiple_of(out_stride, 8)
-        base_stride = tl.multiple_of(base_stride, 8)
         column_count = column_count // 8 * 8  # of an argument itself the compiler takes no hint
     column_blocks = tl.cdiv(column_count, COLUMNS)
     columns = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
@@ -221,14 +214,14 @@ def merge_group(
     lost_sq = tl.zeros((ROWS,), dtype=tl.float32)
     update_sq = tl.zeros((ROWS,), dtype=tl.float32)
     if RESIDENT:
-        a, b, a_stride, b_stride, rank, scale = _term(entry + JOB_FIELDS, A, B)
-        a_tile = _load_a(a, a_stride, ranks, rank, columns, column_count, EVEN)
+        a_ptr, b_ptr, a_stride, b_stride, rank, scale = read_term(row_ptr + TARGET_FIELDS, A, B)
+        a_tile = _load_a(a_ptr, a_stride, ranks, rank, columns, column_count, EVEN)
         a_high, a_middle, a_low = _planes(a_tile, DOT, SPLIT, emulated)
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
             row = tile * ROWS
             rows_left = row_count - row
-            w = _load_w(base + row * base_stride, base_stride, tile_rows, rows_left, columns, column_count, EVEN)
-            b_tile = _load_b(b + row * b_stride, b_stride, tile_rows, rows_left, ranks, rank, EVEN)
+            w = _load_w(base_ptr + row * base_stride, base_stride, tile_rows, rows_left, columns, column_count, EVEN)
+            b_tile = _load_b(b_ptr + row * b_stride, b_stride, tile_rows, rows_left, ranks, rank, EVEN)
             b_high, b_middle, b_low = _planes(b_tile, DOT, SPLIT, emulated)
             product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             product = _product(b_high, b_middle, b_low, a_high, a_middle, a_low, product, SPLIT, emulated)
@@ -238,8 +231,8 @@ def merge_group(
                 merged, value = _eager_sum(w, product, scale, W, emulated)
             else:
                 merged, value = _rounded(exact, W, emulated)
-            at = out + row * out_stride
-            _store_w(at, out_stride, tile_rows, rows_left, columns, column_count, merged, EVEN)
+            at_ptr = out_ptr + row * out_stride
+            _store_w(at_ptr, out_stride, tile_rows, rows_left, columns, column_count, merged, EVEN)
             lost = exact - value
             lost_sq += tl.sum(lost * lost, axis=1)
             update_sq += tl.sum(product * product, axis=1)
@@ -248,18 +241,20 @@ def merge_group(
         for tile in range(first_tile, last_tile):
             row = tile * ROWS
             rows_left = row_count - row
-            w = _load_w(base + row * base_stride, base_stride, tile_rows, rows_left, columns, column_count, EVEN)
+            w = _load_w(base_ptr + row * base_stride, base_stride, tile_rows, rows_left, columns, column_count, EVEN)
             w = w.to(tl.float32)
             value = w
             update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for position in tl.static_range(TERMS):
-                a, b, a_stride, b_stride, rank, scale = _term(entry + JOB_FIELDS + TERM_FIELDS * position, A, B)
-                b += row * b_stride
+                a_ptr, b_ptr, a_stride, b_stride, rank, scale = read_term(
+                    row_ptr + TARGET_FIELDS + TERM_FIELDS * position, A, B
+                )
+                b_ptr += row * b_stride
                 product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
                 for start in tl.range(0, rank, RANKS, num_stages=STAGES):
-                    at = a + start * a_stride
-                    a_tile = _load_a(at, a_stride, ranks, rank - start, columns, column_count, EVEN)
-                    b_tile = _load_b(b + start, b_stride, tile_rows, rows_left, ranks, rank - start, EVEN)
+                    at_ptr = a_ptr + start * a_stride
+                    a_tile = _load_a(at_ptr, a_stride, ranks, rank - start, columns, column_count, EVEN)
+                    b_tile = _load_b(b_ptr + start, b_stride, tile_rows, rows_left, ranks, rank - start, EVEN)
                     a_high, a_middle, a_low = _planes(a_tile, DOT, SPLIT, emulated)
                     b_high, b_middle, b_low = _planes(b_tile, DOT, SPLIT, emulated)
                     if SEQUENTIAL:  # as eager torch adds up
@@ -273,8 +268,8 @@ def merge_group(
             exact = w + update
             if not SEQUENTIAL:
                 merged, value = _rounded(exact, W, emulated)
-            at = out + row * out_stride
-            _store_w(at, out_stride, tile_rows, rows_left, columns, column_count, merged, EVEN)
+            at_ptr = out_ptr + row * out_stride
+            _store_w(at_ptr, out_stride, tile_rows, rows_left, columns, column_count, merged, EVEN)
             lost = exact - value
             lost_sq += tl.sum(lost * lost, axis=1)
             update_sq += tl.sum(update * update, axis=1)
@@ -284,10 +279,10 @@ def merge_group(
         tl.debug_barrier()  # what other threads of this program have stored is read back
         for tile in range(first_tile, last_tile):
             row = tile * ROWS
-            at = out + row * out_stride
-            merged = _load_w(at, out_stride, tile_rows, row_count - row, columns, column_count, EVEN)
+            at_ptr = out_ptr + row * out_stride
+            merged = _load_w(at_ptr, out_stride, tile_rows, row_count - row, columns, column_count, EVEN)
             non_finite += tl.sum((tl.abs(merged.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1)
-    sums = partials + (first_program + job * tl.num_programs(0) + program) * STATISTICS
-    tl.store(sums, lost_total)
-    tl.store(sums + 1, tl.sum(update_sq))
-    tl.store(sums + 2, non_finite)
+    sums_ptr = partials_ptr + (first_program + job * tl.num_programs(0) + program) * STATISTICS
+    tl.store(sums_ptr, lost_total)
+    tl.store(sums_ptr + 1, tl.sum(update_sq))
+    tl.store(sums_ptr + 2, non_finite)

@@ -39,7 +39,7 @@ def kernel(monkeypatch):
 
 def test_a_cpu_merges_in_plain_torch(kernel):
     kernel(Kernel(RuntimeError("must not be asked")))
-    assert kernels._in_force(torch.device("cpu")) is reference
+    assert kernels._code_for(torch.device("cpu")) is reference
     kernels.compile_ahead(torch.device("cpu"), Precision.FP32, torch.bfloat16, torch.bfloat16, 16)
     assert kernels.scratch_for([], Precision.FP32) is None
     assert kernels.merge([], Precision.FP32, None) == []
@@ -47,8 +47,8 @@ def test_a_cpu_merges_in_plain_torch(kernel):
 
 def test_a_gpu_has_the_kernel_compiled_once_before_it_is_used(kernel):
     own = kernel(Kernel())
-    assert kernels._in_force(GPU) is own
-    assert kernels._in_force(GPU) is own
+    assert kernels._code_for(GPU) is own
+    assert kernels._code_for(GPU) is own
     kernels.compile_ahead(GPU, Precision.FP16, torch.float16, torch.float32, 64)
     assert own.compiled == [
         (GPU, Precision.FP32, torch.bfloat16, torch.bfloat16, 16),
@@ -59,8 +59,8 @@ def test_a_gpu_has_the_kernel_compiled_once_before_it_is_used(kernel):
 def test_a_gpu_on_which_it_does_not_compile_merges_in_plain_torch_and_says_so(kernel, caplog):
     kernel(Kernel(RuntimeError("Failed to find C compiler")))
     with caplog.at_level(logging.WARNING):
-        assert kernels._in_force(GPU) is reference
-        assert kernels._in_force(GPU) is reference
+        assert kernels._code_for(GPU) is reference
+        assert kernels._code_for(GPU) is reference
     (record,) = caplog.records
     assert "Failed to find C compiler" in record.getMessage()
 
@@ -68,6 +68,6 @@ def test_a_gpu_on_which_it_does_not_compile_merges_in_plain_torch_and_says_so(ke
 def test_a_full_gpu_is_not_taken_for_one_that_cannot_compile(kernel):
     own = kernel(Kernel(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
-        kernels._in_force(GPU)
+        kernels._code_for(GPU)
     own.error = None
-    assert kernels._in_force(GPU) is own
+    assert kernels._code_for(GPU) is own

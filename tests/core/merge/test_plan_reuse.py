@@ -284,7 +284,7 @@ def test_what_is_alike_is_of_one_size_and_readable_where_it_is():
         term = kernels.Term(pair.a, pair.b, 1.0, target.b_rows, target.a_cols)
         return kernels.MergeJob(net["x"].weight, net["x"].weight.clone(), (term,))
 
-    assert kernels.alike(job(), job())
-    assert not kernels.alike(job(), job(rank=16))
-    assert not kernels.alike(job(), job(dtype=torch.bfloat16))
-    assert not kernels.alike(job(rank=3), job(rank=3))
+    assert kernels.share_scratch(job(), job())
+    assert not kernels.share_scratch(job(), job(rank=16))
+    assert not kernels.share_scratch(job(), job(dtype=torch.bfloat16))
+    assert not kernels.share_scratch(job(rank=3), job(rank=3))
