@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from server_patches.derived import forget_derived
 from server_patches.engine_module import EngineModule
+from server_patches.kernel_warmup import compile_in_background
 from server_patches.offload import is_layerwise, unpark
-from server_patches.warmup import compile_in_background
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.merge.base_store import StorePolicy

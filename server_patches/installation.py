@@ -12,14 +12,16 @@ from fastapi import FastAPI
 from sglang.multimodal_gen.runtime.entrypoints import http_server
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
+from server_patches.access_rules import limits_from
 from server_patches.backport import give_failure
 from server_patches.coordinator import Coordinator
 from server_patches.endpoints import include_first
-from server_patches.guard import Gate, Guard, limits_from
+from server_patches.guard import Gate, Guard
 from server_patches.openapi import described
 from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.routes import MergeRoutes
-from server_patches.upload import Uploads, remove_leftovers
+from server_patches.upload import Uploads
+from server_patches.upload_file import remove_leftovers
 from server_patches.version_header import VersionTeller
 from server_patches.worker_request import MergeReq
 from sgld_lora_merge.settings import settings_from

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
@@ -19,10 +18,9 @@ from server_patches.worker_request import MergeReq
 from server_patches.worker_status import live_answer, version_in_words
 from sgld_lora_merge.adapter.families import route_layers
 from sgld_lora_merge.errors import ConflictError
-from sgld_lora_merge.merge.engine import ModuleState, ModuleUpdate, Plan
+from sgld_lora_merge.merge.engine import ModuleState, Plan
 from sgld_lora_merge.merge.staging import StagedPairs
 from sgld_lora_merge.wire.payload import NamedTensors
-from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +93,9 @@ class Update(_GoLive):
     """Make pairs live: a request by itself, or the last bucket of an update with those before it."""
 
     def prepare(self, context: RequestContext) -> Plan:
-        updates = read_updates(self._rank, context)
+        updates = self._rank.read_updates(context)
         with context.stage("validate"):
-            return self._rank.engine.plan(with_staged(self._rank, context.req, updates))
+            return self._rank.engine.plan(self._rank.with_staged(context.req, updates))
 
 
 class Commit(_GoLive):
@@ -149,15 +147,15 @@ class StageBucket(_OnRank):
     def prepare(self, context: RequestContext) -> tuple[StagedPairs, int, list[str]]:
         """Return the staged update with this bucket added, how many layers the bucket has, and the unknown ones."""
         rank, req = self._rank, context.req
-        updates = read_updates(rank, context)
+        updates = rank.read_updates(context)
         with context.stage("validate"):
-            plans = rank.engine.check(with_staged(rank, req, updates))
+            plans = rank.engine.check(rank.with_staged(req, updates))
             skipped = {plan.module: set(plan.skipped) for plan in plans}
             known = {
                 update.module: [pair for pair in update.pairs if pair.layer not in skipped[update.module]]
                 for update in updates
             }
-            staged = staged_for(rank, req).with_bucket(known, rank.max_staged_bytes)
+            staged = rank.staged_for(req).with_bucket(known, rank.max_staged_bytes)
         return staged, sum(map(len, known.values())), [layer for plan in plans for layer in plan.skipped]
 
     def apply(self, prepared: tuple[StagedPairs, int, list[str]], context: RequestContext) -> dict[str, Any]:
@@ -264,39 +262,3 @@ OPERATIONS: Mapping[str, type[_OnRank]] = {
     "abort": Abort,
     "undo": Undo,
 }
-
-
-def read_updates(rank: Rank, context: RequestContext) -> list[ModuleUpdate]:
-    """Read this rank's payload, or the uploaded file, to pairs by module."""
-    staged = staged_for(rank, context.req).pairs if context.req.update_id is not None else {}
-    rank.states.prepare([*rank.reader.modules(context.req), *staged])
-    return rank.reader.updates(context)
-
-
-def staged_for(rank: Rank, req: MergeReq) -> StagedPairs:
-    """Return what is staged of a request's update; another update's buckets are abandoned by it.
-
-    Raises:
-        ConflictError: buckets of it were accepted, and are gone.
-    """
-    if rank.staged is not None and rank.staged.update_id == req.update_id:
-        return rank.staged
-    if req.continues:
-        raise ConflictError(f"the buckets of update {req.update_id!r} that were staged are gone; send it again")
-    return StagedPairs(req.update_id or "", req.adapter or DEFAULT_ADAPTER, {}, 0)
-
-
-def with_staged(rank: Rank, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
-    """Join a request's pairs with those of the buckets before it."""
-    if req.update_id is None:
-        return updates
-    staged = staged_for(rank, req).pairs
-    if not staged:
-        return updates
-    joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
-    named = {update.module for update in updates}
-    return joined + [
-        ModuleUpdate(module, pairs, whole=True, adapter=req.adapter or DEFAULT_ADAPTER)
-        for module, pairs in staged.items()
-        if module not in named
-    ]

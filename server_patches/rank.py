@@ -12,9 +12,12 @@ from server_patches.rank_result import RanksDiverged
 from server_patches.request_context import RequestContext
 from server_patches.request_reader import RequestReader
 from server_patches.run_warnings import RunWarnings
+from server_patches.worker_request import MergeReq
 from server_patches.worker_status import how_it_is_held, snapshot
-from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, Plan
+from sgld_lora_merge.errors import ConflictError
+from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.merge.staging import StagedPairs
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,39 @@ class Rank:
             ConflictError: the engine is asleep, or an adapter of sglang's own is in force.
         """
         self.states.prepare([part.module for part in plan.modules])
+
+    def read_updates(self, context: RequestContext) -> list[ModuleUpdate]:
+        """Read this rank's payload, or the uploaded file, to pairs by module."""
+        staged = self.staged_for(context.req).pairs if context.req.update_id is not None else {}
+        self.states.prepare([*self.reader.modules(context.req), *staged])
+        return self.reader.updates(context)
+
+    def staged_for(self, req: MergeReq) -> StagedPairs:
+        """Return what is staged of a request's update; another update's buckets are abandoned by it.
+
+        Raises:
+            ConflictError: buckets of it were accepted, and are gone.
+        """
+        if self.staged is not None and self.staged.update_id == req.update_id:
+            return self.staged
+        if req.continues:
+            raise ConflictError(f"the buckets of update {req.update_id!r} that were staged are gone; send it again")
+        return StagedPairs(req.update_id or "", req.adapter or DEFAULT_ADAPTER, {}, 0)
+
+    def with_staged(self, req: MergeReq, updates: list[ModuleUpdate]) -> list[ModuleUpdate]:
+        """Join a request's pairs with those of the buckets before it."""
+        if req.update_id is None:
+            return updates
+        staged = self.staged_for(req).pairs
+        if not staged:
+            return updates
+        joined = [replace(update, pairs=[*staged.get(update.module, ()), *update.pairs]) for update in updates]
+        named = {update.module for update in updates}
+        return joined + [
+            ModuleUpdate(module, pairs, whole=True, adapter=req.adapter or DEFAULT_ADAPTER)
+            for module, pairs in staged.items()
+            if module not in named
+        ]
 
     def remember(self, context: RequestContext, plan: Plan | None = None) -> None:
         """Keep the present state for an undo, just before one replica of several changes it."""

@@ -21,7 +21,7 @@ from server_patches.ledger import NamedBucket
 from server_patches.openapi import file_body, json_body
 from server_patches.request_log import LogEntry, line
 from server_patches.upload import Uploads
-from server_patches.version_header import label_of, version_text
+from server_patches.version_stamp import label_of, version_text
 from server_patches.worker_request import MergeReq, from_stock, from_upload, to_workers
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.wire.schema import (

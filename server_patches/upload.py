@@ -11,19 +11,14 @@ is cut. An honest one behind many that are open and idle is then through soon.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import hashlib
-import os
-import stat
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.requests import ClientDisconnect
 
+from server_patches.upload_file import private_file, write_all
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import (
     MAX_UPLOADS_MB_VARIABLE,
@@ -34,8 +29,6 @@ from sgld_lora_merge.settings import (
 
 PROGRESS_NBYTES = 2**16  # that an upload must send in each time limit, so that a trickle holds no place
 _PATIENCE = 1 / 12  # of the time limit: how long an upload may be silent while others wait
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "sgld_lora_upload_"
 
 
 @dataclass(frozen=True)
@@ -51,11 +44,6 @@ class Upload:
     path: str
     nbytes: int
     digest: str
-
-
-def folder() -> Path:
-    """Shared memory where there is some, else the folder for temporary files."""
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 class UploadCut(LoraMergeError):
@@ -125,7 +113,7 @@ class Uploads:
         await self._take_place()
         pace = _Pace(self._idle_s, lambda: self._waiting > 0)
         try:
-            with _private_file() as (descriptor, path):
+            with private_file() as (descriptor, path):
                 digest = await self._receive(chunks, pace, descriptor, count)
                 yield Upload(path, pace.nbytes, digest)
         finally:
@@ -164,7 +152,7 @@ class Uploads:
                     count(pace.nbytes)
                     self._check_bytes(pace.nbytes)
                     hasher.update(chunk)
-                    _write(descriptor, chunk, pace.nbytes)
+                    write_all(descriptor, chunk, pace.nbytes)
         except TimeoutError as error:
             raise UploadTooSlow(
                 f"the upload is cut after {pace.nbytes} bytes: {pace.why}. An upload must send "
@@ -225,66 +213,3 @@ class _Pace:
         if self._others_wait() and silent < slow:
             when, self.why = silent, f"nothing came for {self._idle_s * _PATIENCE:g} s while others wait for a place"
         self.limit.reschedule(when)
-
-
-def remove_leftovers() -> None:
-    """Remove the files that a crash has left: nobody holds their lock, whichever process wrote them.
-
-    Another user may put anything there under such a name; only regular files of our own user are touched.
-    """
-    for path in folder().glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or gone
-            # a FIFO would wait for its writer without O_NONBLOCK
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-            finally:
-                os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _private_file() -> Iterator[tuple[int, str]]:
-    """A locked file of mode 0600: its descriptor and path.
-
-    Raises:
-        LoraMergeError: none can be made.
-    """
-    try:
-        descriptor, path = _locked_file()
-    except OSError as error:
-        raise LoraMergeError(f"{folder()} takes no file for the upload: {error}") from error
-    try:
-        yield descriptor, path
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os.close(descriptor)
-
-
-def _locked_file() -> tuple[int, str]:
-    """Make a file and lock it. An engine that starts in between takes it for a leftover, so look whether it is there.
-
-    Once it is locked and has a name, nobody removes it: `remove_leftovers` locks before it removes.
-    """
-    while True:
-        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder())
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor, path
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _write(descriptor: int, chunk: bytes, so_far: int) -> None:
-    left = memoryview(chunk)
-    while left:
-        try:
-            left = left[os.write(descriptor, left) :]
-        except OSError as error:
-            raise LoraMergeError(f"{folder()} has no room for the upload, {so_far} bytes so far: {error}") from error

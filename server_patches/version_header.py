@@ -14,21 +14,15 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server_patches.version_stamp import ATTRIBUTE, version_text
 from sgld_lora_merge.printable import printable
 
 HEADER = "x-weight-version"
 FIELD = "weight_version"
 HEADER_CHARACTERS = 1024  # clients refuse headers of some kilobytes
-ATTRIBUTE = "sgld_weight_versions"  # on the output that a worker sends back, and in an item of a store
 
 # What the workers stamped on the outputs that the current HTTP request has waited for, by module.
 _stamped: ContextVar[dict[str, str] | None] = ContextVar("stamped", default=None)
-
-
-def stamp(output: Any, versions: Mapping[str, str]) -> None:
-    """In the worker: the versions that this output was made with; the first stamp stays."""
-    if not hasattr(output, ATTRIBUTE):
-        setattr(output, ATTRIBUTE, dict(versions))
 
 
 def note(output: Any) -> None:
@@ -49,23 +43,6 @@ def note_kept(item: Mapping[str, Any] | None) -> None:
     stamped = _stamped.get()
     if stamped is not None and item is not None:
         stamped.update(item.get(ATTRIBUTE) or {})
-
-
-def label_of(version: str | None, counts: Mapping[str, int]) -> str | None:
-    """What answers say of a module: its version, a mixture as ``mixed; 1=11, 2=4``, None for nothing.
-
-    Args:
-        counts: version -> how many live layers have it.
-    """
-    if len(counts) < 2:
-        return version
-    return "mixed; " + ", ".join(f"{name}={count}" for name, count in counts.items())
-
-
-def version_text(versions: Mapping[str, str]) -> str:
-    """One version where all modules have the same, else ``module=version`` for each."""
-    values = set(versions.values())
-    return values.pop() if len(values) == 1 else ", ".join(f"{name}={v}" for name, v in sorted(versions.items()))
 
 
 def header_value(versions: Mapping[str, str]) -> str:

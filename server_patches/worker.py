@@ -19,7 +19,7 @@ from server_patches.rank_group import RankGroup
 from server_patches.rank_result import RanksDiverged
 from server_patches.request_reader import RequestReader
 from server_patches.two_phase import TwoPhaseCommit
-from server_patches.version_header import label_of
+from server_patches.version_stamp import label_of
 from server_patches.worker_request import MergeReq, from_stock
 from server_patches.worker_status import failure_message
 from sgld_lora_merge.adapter.families import load_families

@@ -174,7 +174,7 @@ def stamp_returned(_scheduler: Any, output: Any, *_: Any, **__: Any) -> None:
 def _stamp(output: Any) -> None:
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
-    from server_patches.version_header import stamp
+    from server_patches.version_stamp import stamp
 
     if _worker is not None and isinstance(output, OutputBatch):
         stamp(output, _worker.versions())

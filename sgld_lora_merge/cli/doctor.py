@@ -47,7 +47,8 @@ def examine(environ: Mapping[str, str] = os.environ) -> list[Check]:
 
 def engine() -> list[Check]:
     """Check sglang and the plugin, in a process of their own: to apply the hooks imports the engine's whole runtime."""
-    probe = [sys.executable, "-P", "-W", "ignore", "-m", "server_patches.probe"]  # -P: nothing of the current folder
+    # -P: nothing of the current folder
+    probe = [sys.executable, "-P", "-W", "ignore", "-m", "server_patches.plugin_check"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
         found = json.loads(done.stdout.splitlines()[-1])

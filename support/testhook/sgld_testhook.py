@@ -235,10 +235,10 @@ def fail_once(stage: str, fault: str, sender: list[int]) -> None:
 
 def fill_shared_memory() -> None:
     """The next byte of an upload finds no room."""
-    from server_patches import upload
+    from server_patches import upload_file
 
     def full(*_: Any) -> int:
-        upload.os = os
+        upload_file.os = os
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    upload.os = types.SimpleNamespace(**{**vars(os), "write": full})
+    upload_file.os = types.SimpleNamespace(**{**vars(os), "write": full})

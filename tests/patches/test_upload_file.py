@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from server_patches import upload
+from server_patches import upload, upload_file
 from sgld_lora_merge.errors import LoraMergeError
 
 
@@ -23,7 +23,7 @@ async def chunks(*parts):
 
 
 def test_a_body_lies_in_a_private_file_as_long_as_it_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
 
     async def receive():
         async with upload.Uploads().received(chunks(b"ab", b"c")) as received:
@@ -41,7 +41,7 @@ def test_a_body_lies_in_a_private_file_as_long_as_it_is_needed(tmp_path, monkeyp
 
 def test_files_that_a_crash_has_left_are_removed_and_no_others(tmp_path, monkeypatch):
     """By their lock and not by process ids, which are the same in every container."""
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
     gone = tmp_path / f"sgld_lora_upload_{os.getpid()}_x"
     other = tmp_path / "other"
     link = tmp_path / "sgld_lora_upload_link"
@@ -51,7 +51,7 @@ def test_files_that_a_crash_has_left_are_removed_and_no_others(tmp_path, monkeyp
 
     async def receive():
         async with upload.Uploads().received(chunks(b"abc")) as received:
-            upload.remove_leftovers()
+            upload_file.remove_leftovers()
             assert Path(received.path).read_bytes() == b"abc"
 
     asyncio.run(receive())
@@ -60,11 +60,11 @@ def test_files_that_a_crash_has_left_are_removed_and_no_others(tmp_path, monkeyp
 
 
 def test_the_file_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
     killed = f"""
 import asyncio, os, pathlib, signal
-from server_patches import upload
-upload._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})
+from server_patches import upload, upload_file
+upload_file._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})
 
 async def chunks():
     yield b"abc"
@@ -79,13 +79,13 @@ asyncio.run(receive())
     root = Path(upload.__file__).parents[1]
     subprocess.run([sys.executable, "-c", killed], cwd=root, check=False)
     assert len(list(tmp_path.iterdir())) == 1
-    upload.remove_leftovers()
+    upload_file.remove_leftovers()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_memory_is_told_and_leaves_no_file(tmp_path, monkeypatch):
     """At the last byte too, which no buffer keeps until the file is closed."""
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -102,38 +102,38 @@ def test_a_full_memory_is_told_and_leaves_no_file(tmp_path, monkeypatch):
 
 def test_what_another_user_or_a_fifo_has_left_does_not_hold_up_a_start(tmp_path, monkeypatch):
     """An open of a FIFO waits for somebody who writes."""
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
     os.mkfifo(tmp_path / "sgld_lora_upload_fifo")
     (tmp_path / "sgld_lora_upload_folder").mkdir()
     begun = time.monotonic()
-    upload.remove_leftovers()
+    upload_file.remove_leftovers()
     assert time.monotonic() - begun < 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sgld_lora_upload_fifo", "sgld_lora_upload_folder"]
     (tmp_path / "sgld_lora_upload_mine").touch()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    upload.remove_leftovers()
+    upload_file.remove_leftovers()
     assert (tmp_path / "sgld_lora_upload_mine").exists()
 
 
 def test_an_engine_that_starts_before_the_file_is_locked_takes_no_live_upload(tmp_path, monkeypatch):
     """The file that it has removed is not used: another one is made, and no descriptor is left open."""
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
-    flock, removed = upload.fcntl.flock, []
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
+    flock, removed = upload_file.fcntl.flock, []
 
     def late(descriptor, how):
-        if not removed and how == upload.fcntl.LOCK_EX:
+        if not removed and how == upload_file.fcntl.LOCK_EX:
             removed.append(descriptor)
-            upload.remove_leftovers()  # of the other engine
+            upload_file.remove_leftovers()  # of the other engine
             assert not list(tmp_path.iterdir())
         flock(descriptor, how)
 
     async def receive():
         async with upload.Uploads().received(chunks(b"abc")) as received:
-            upload.remove_leftovers()
+            upload_file.remove_leftovers()
             return Path(received.path).read_bytes()
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(upload.fcntl, "flock", late)
+    monkeypatch.setattr(upload_file.fcntl, "flock", late)
     assert asyncio.run(receive()) == b"abc"
     assert removed
     assert not list(tmp_path.iterdir())
@@ -141,7 +141,7 @@ def test_an_engine_that_starts_before_the_file_is_locked_takes_no_live_upload(tm
 
 
 def test_a_file_that_is_gone_when_the_answer_is_made_leaves_no_descriptor(tmp_path, monkeypatch):
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
 
     async def receive():
         async with upload.Uploads().received(chunks(b"abc")) as received:

@@ -15,13 +15,14 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from server_patches import upload
-from server_patches.coordinator import Coordinator
-from server_patches.guard import Gate, Guard, Limits
-from server_patches.replicas import Replicas
+from server_patches import upload, upload_file
+from server_patches.access_rules import Limits
+from server_patches.guard import Gate, Guard
 
 with warnings.catch_warnings():  # what sglang imports
     warnings.simplefilter("ignore")
+    from server_patches.coordinator import Coordinator
+    from server_patches.replicas import Replicas
     from server_patches.routes import MergeRoutes
 
 QUERY = "/lora_merge/upload?lora_alpha=1"
@@ -67,7 +68,7 @@ class Engine:
 @pytest.fixture
 def serve(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="server_patches.routes")
-    monkeypatch.setattr(upload, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(upload_file, "_SHARED_MEMORY", tmp_path)
     made = []
 
     def start(uploads=None, **limits):

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 from server_patches import http_patches
-from server_patches.version_header import ATTRIBUTE, HEADER, VersionTeller, header_value, note, stamp
+from server_patches.version_header import HEADER, VersionTeller, header_value, note
+from server_patches.version_stamp import ATTRIBUTE, stamp
 
 
 class Output:

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from typer.testing import CliRunner
 
-from server_patches.guard import WEIGHT_ROUTES
+from server_patches.access_rules import WEIGHT_ROUTES
 from sgld_lora_merge.cli import app
 from support import server
 

@@ -1,6 +1,6 @@
-"""Whether an engine started here would have the plugin in force; asked in a process of its own, without a model.
+"""Check whether an engine started here would have the plugin in force. Runs in its own process, without a model.
 
-python -m server_patches.probe      one line of JSON: the version of sglang, and a problem by stage
+python -m server_patches.plugin_check      one line of JSON: the version of sglang, and a problem by stage
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUP = "sglang.multimodal_gen.plugins"
 NAME = "sgld_lora_merge"
 
 
-def probe() -> dict[str, str | None]:
+def check_plugin() -> dict[str, str | None]:
     """Return sglang's ``version``, and for ``sglang`` and ``plugin`` what to do, or None where all is well."""
     try:
         found = version("sglang")
@@ -46,4 +46,4 @@ def _plugin() -> str | None:
 
 if __name__ == "__main__":
     logging.disable()  # what sglang says of a hook that fails is in the answer
-    print(json.dumps(probe()))
+    print(json.dumps(check_plugin()))
