@@ -14,7 +14,7 @@ from sgld_lora_merge.merge.plan import ModuleUpdate
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8, 12, 2**14 + 3, 2**26 + 8, 2**28 + 5])
 def test_the_fingerprint_is_that_of_the_cpu(nbytes):
-    assert kernels._in_force(torch.device("cuda", 0)) is not reference
+    assert kernels._code_for(torch.device("cuda", 0)) is not reference
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     assert fingerprint_of(data) == fingerprint_of(data.cpu())
 
