@@ -23,6 +23,7 @@ from sgld_lora_merge.adapter.file import LAYER_SCALING, read_adapter
 from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (
@@ -36,7 +37,7 @@ from sgld_lora_merge.wire.schema import (
     parse_fields,
     parse_json,
 )
-from sgld_lora_merge.wire.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import load
 from support import hostile
 from support.floods import BODIES, FILES, PICKLES, bounded
 

@@ -17,10 +17,10 @@ from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import RequestError, in_short, name_some
 from sgld_lora_merge.merge.engine import ModuleUpdate
 from sgld_lora_merge.merge.fingerprint import SentUpdates, payload_fingerprint
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.limits import check_name
 from sgld_lora_merge.wire.payload import NamedTensors, cuda_device_index, decode, named_tensors, normalised_uuid
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 
 class RequestReader:

@@ -21,6 +21,7 @@ import torch
 from sgld_lora_merge.adapter.file import read_adapter
 from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError, RequestError
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (
     ResolveRequest,
@@ -30,7 +31,7 @@ from sgld_lora_merge.wire.schema import (
     parse_fields,
     parse_json,
 )
-from sgld_lora_merge.wire.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import load
 from support.hostile import ENTRY, REDUCTIONS, get, named, pickled, put, storage, stream_of, tensor, value
 
 Flood = Callable[[int], bytes]

@@ -11,8 +11,8 @@ import sys
 import torch
 
 from sgld_lora_merge.errors import LoraMergeError
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, cuda_device_index, decode, named_tensors, pack
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 TIMEOUT_S = 120
 

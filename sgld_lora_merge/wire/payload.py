@@ -21,9 +21,10 @@ from torch.multiprocessing import reductions
 
 from sgld_lora_merge.errors import Faults, RequestError, cut, in_short, name_some
 from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.limits import check_name
-from sgld_lora_merge.wire.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import load
 
 FLATTENED_BUCKET = "flattened_bucket"
 NamedTensors = Sequence[tuple[str, torch.Tensor]]

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 SENDER = """
 import json, sys, torch
@@ -103,13 +103,13 @@ HANDLE, STORAGE_OFFSET, COUNTER, COUNTER_OFFSET, EVENT = 7, 9, 11, 12, 13  # of 
 # Reads a payload of its parent's with changes, in a process of its own, which a wrong argument must not end.
 READER = """
 import gc, json, sys, torch
-from sgld_lora_merge.wire import unpickler
+from sgld_lora_merge.wire import allowed_globals
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.wire.payload import cuda_device_index, decode
-from sgld_lora_merge.wire.unpickler import PayloadReader
+from sgld_lora_merge.wire.described import PayloadReader
 
 payload, changes = json.loads(sys.stdin.read())
-honest = unpickler._cuda_tensor
+honest = allowed_globals._cuda_tensor
 
 def changed(reader, *arguments):
     arguments = list(arguments)
@@ -117,7 +117,7 @@ def changed(reader, *arguments):
         arguments[place] = bytes.fromhex(value) if isinstance(value, str) else value
     return honest(reader, *arguments)
 
-unpickler._cuda_tensor = changed
+allowed_globals._cuda_tensor = changed
 reader = PayloadReader(cuda_device_index)
 try:
     content = decode(payload, reader)

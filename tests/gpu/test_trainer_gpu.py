@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from sgld_lora_merge.trainer import DiffusionUpdateWeightFromTensorLoRA, DiffusionUpdateWeightFromTensorLoRAIPC
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ ENGINE = """
 import json, sys, torch
 from sgld_lora_merge import LinearModule, MergeEngine, ModuleUpdate, Precision, pair_up
 from sgld_lora_merge.wire.payload import cuda_device_index, decode, named_tensors
-from sgld_lora_merge.wire.unpickler import PayloadReader
+from sgld_lora_merge.wire.described import PayloadReader
 
 layers, width = map(int, sys.argv[1:])
 factory = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}

@@ -25,8 +25,8 @@ from sgld_lora_merge.trainer import (
     SyncError,
 )
 from sgld_lora_merge.trainer import memory as trainer_memory
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import decode, named_tensors
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 
 class Layer(nn.Module):

@@ -17,7 +17,8 @@ READER = """
     import json, resource, signal, sys, time
     import torch
     from sgld_lora_merge.errors import RequestError
-    from sgld_lora_merge.wire.unpickler import PayloadReader, load
+    from sgld_lora_merge.wire.described import PayloadReader
+    from sgld_lora_merge.wire.unpickler import load
     from support import hostile
 
     def now():
@@ -63,8 +64,9 @@ def test_an_honest_payload_of_the_same_kind_is_read(protocol):
     import torch
 
     from sgld_lora_merge.wire.bucket import flatten
+    from sgld_lora_merge.wire.described import PayloadReader
     from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
-    from sgld_lora_merge.wire.unpickler import PayloadReader, load
+    from sgld_lora_merge.wire.unpickler import load
 
     flat, entries = flatten([("x", torch.arange(3.0))])
     data = hostile.inline({"m": {"flattened_tensor": hostile.Inline(flat), "metadata": entries}}, protocol)

@@ -15,6 +15,7 @@ from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import MOST_FAULTS, Faults, RequestError, cut, in_short, name_some
 from sgld_lora_merge.wire import layout as layouts
 from sgld_lora_merge.wire.bucket import flatten, unflatten
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
 from sgld_lora_merge.wire.limits import LONGEST_LABEL, LONGEST_NAME, MOST_MODULES, MOST_PAYLOADS, Memory, check_json
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
@@ -28,7 +29,7 @@ from sgld_lora_merge.wire.schema import (
     VerifyRequest,
     parse_fields,
 )
-from sgld_lora_merge.wire.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import load
 from support import hostile
 
 LONG = "a" * (LONGEST_NAME + 1 - len(".lora_A")) + ".lora_A"

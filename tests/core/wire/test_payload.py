@@ -22,6 +22,7 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.merge.module_view import LinearModule
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import (
     FLATTENED_BUCKET,
     cuda_device_index,
@@ -32,7 +33,6 @@ from sgld_lora_merge.wire.payload import (
     pack,
     withdraw,
 )
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 ROOT = Path(__file__).parents[3]
 
@@ -327,7 +327,7 @@ WITHOUT_SGLANG = """
     import torch
     from sgld_lora_merge import pack
     from sgld_lora_merge.wire.payload import decode, named_tensors
-    from sgld_lora_merge.wire.unpickler import PayloadReader
+    from sgld_lora_merge.wire.described import PayloadReader
 
     sent = torch.arange(6.0).view(2, 3)
     payload, bucket = pack({"transformer": [("x.lora_A", sent)]})
@@ -499,7 +499,7 @@ READS_A_KILLED_SENDER = """
 import os, signal, subprocess, sys, time
 import psutil, torch
 from sgld_lora_merge.wire.payload import decode
-from sgld_lora_merge.wire.unpickler import PayloadReader
+from sgld_lora_merge.wire.described import PayloadReader
 
 sends = "import sys, torch; from sgld_lora_merge import pack; sent = pack({'m': [('x', torch.arange(64.0))]})"
 sends += "; print(sent[0], flush=True); sys.stdin.read()"

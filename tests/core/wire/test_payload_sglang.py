@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.payload import decode, named_tensors, pack
-from sgld_lora_merge.wire.unpickler import PayloadReader
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.wire.bucket import unflatten
+from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.layout import BucketEntry
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, decode, named_tensors, pack
-from sgld_lora_merge.wire.unpickler import PayloadReader, load
+from sgld_lora_merge.wire.unpickler import load
 
 ROOT = Path(__file__).parents[3]
 REDUCTIONS = "torch.multiprocessing.reductions"
@@ -578,7 +579,8 @@ def test_a_length_beyond_memory_is_refused():
 VICTIM = """
     import resource, sys
     from sgld_lora_merge.errors import RequestError
-    from sgld_lora_merge.wire.unpickler import PayloadReader, load
+    from sgld_lora_merge.wire.described import PayloadReader
+    from sgld_lora_merge.wire.unpickler import load
 
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
