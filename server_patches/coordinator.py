@@ -14,8 +14,7 @@ from server_patches.ledger import NamedBucket
 from server_patches.replicas import Replicas
 from server_patches.request_log import LogEntry
 from server_patches.worker_request import MergeReq
-from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import RequestError, printable
 
 logger = logging.getLogger(__name__)
 

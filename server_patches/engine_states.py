@@ -22,10 +22,10 @@ from server_patches.engine_module import EngineModule
 from server_patches.kernel_warmup import compile_in_background
 from server_patches.offload import is_layerwise, unpark
 from sgld_lora_merge.adapter.precision import Precision
-from sgld_lora_merge.errors import ConflictError
+from sgld_lora_merge.errors import ConflictError, printable
 from sgld_lora_merge.merge.base_store import StorePolicy
-from sgld_lora_merge.merge.engine import MERGEABLE_DTYPES, MergeEngine, Plan
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.merge.engine import MergeEngine, Plan
+from sgld_lora_merge.merge.planning import MERGEABLE_DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgld_lora_merge.errors import ConflictError
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import ConflictError, printable
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, UpdateRequest, UploadQuery
 
 KEPT_UPDATES = 1024  # a trainer retries the last update, not one a thousand updates ago

@@ -15,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server_patches.version_stamp import ATTRIBUTE, version_text
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import printable
 
 HEADER = "x-weight-version"
 FIELD = "weight_version"

@@ -8,11 +8,10 @@ from typing import Any
 
 from server_patches.rank_result import RanksDiverged
 from sgld_lora_merge.adapter.pairs import Pair
-from sgld_lora_merge.errors import LoraMergeError, name_some
+from sgld_lora_merge.errors import LoraMergeError, name_some, printable
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, Plan
 from sgld_lora_merge.merge.kernels import MergeStats
 from sgld_lora_merge.merge.resident import all_pairs
-from sgld_lora_merge.printable import printable
 
 logger = logging.getLogger(__name__)
 

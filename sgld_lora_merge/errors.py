@@ -16,26 +16,26 @@ MOST_FAULTS = 2**12  # sentences that are kept and counted; an update of all lay
 
 
 def summarise(faults: Sequence[str]) -> str:
-    """One line for all faults: the first ten in full, then how many more there are."""
+    """Return one line for all faults: the first ten in full, then how many more there are."""
     shown = "; ".join(faults[:SHOWN_FAULTS])
     hidden = len(faults) - SHOWN_FAULTS
     return f"{shown}; and {hidden} more" if hidden > 0 else shown
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first ten names, each cut to 80 characters, then how many more there are."""
+    """Return the first ten names, each cut to 80 characters, then how many more there are."""
     shown = ", ".join(cut(name) for name in names[:SHOWN_FAULTS])
     hidden = len(names) - SHOWN_FAULTS
     return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 def cut(text: str, longest: int = LONGEST_SHOWN) -> str:
-    """The text itself, or its first 80 characters and how many it has."""
+    """Return the text itself, or its first 80 characters and how many it has."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 def in_short(value: object) -> str:
-    """A plain value in few characters, anything else by its kind: containers may hold each other many times over."""
+    """Return a plain value in few characters, anything else by its kind: containers may hold each other many times."""
     if isinstance(value, (str, bytes)):
         shown = repr(value[:LONGEST_SHOWN])
         return shown if len(value) <= LONGEST_SHOWN else f"{shown}... (length {len(value)})"
@@ -46,10 +46,21 @@ def in_short(value: object) -> str:
 
 
 def shape_in_short(shape: Sequence[int]) -> str:
-    """A shape, of which at most ten sizes are shown."""
+    """Return a shape in few characters: at most ten of its sizes."""
     if len(shape) <= SHOWN_FAULTS:
         return str(tuple(shape))
     return f"({', '.join(map(str, shape[:SHOWN_FAULTS]))}, ... {len(shape)} sizes)"
+
+
+def printable(text: str, limit: int) -> str:
+    """Return a text of others for messages, logs and headers, in which it must not end a line or move a cursor.
+
+    Every character that is not printable is escaped, newlines and ESC too; the text is cut to ``limit`` characters.
+
+    Takes time for ``limit`` characters, however long the text is.
+    """
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    return escaped if len(text) <= limit and len(escaped) <= limit else f"{escaped[: max(0, limit - 3)]}..."
 
 
 class Faults(list[str]):

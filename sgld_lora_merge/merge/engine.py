@@ -16,15 +16,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
-from itertools import pairwise
 
 import torch
 
-from sgld_lora_merge.adapter import names
-from sgld_lora_merge.adapter.known_pairs import BucketPairs
-from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import ConflictError, RequestError, name_some
 from sgld_lora_merge.merge import kernels
@@ -33,36 +28,27 @@ from sgld_lora_merge.merge.branches import Branch
 from sgld_lora_merge.merge.kernels import MergeJob, MergeStats
 from sgld_lora_merge.merge.module_view import ModuleView, Offloaded
 from sgld_lora_merge.merge.plan import ModulePlan, ModuleState, ModuleUpdate, Plan, TargetJob, Versions
-from sgld_lora_merge.merge.plan_reuse import address_of, can_be_reused, keep_plans, reuse, signature_of
+from sgld_lora_merge.merge.plan_reuse import address_of, can_be_reused, keep_plans, reuse
+from sgld_lora_merge.merge.planning import (
+    MERGEABLE_DTYPES,
+    Weights,
+    WeightsOnce,
+    exchange_adapters,
+    plan_module,
+    tied_weight_faults,
+)
 from sgld_lora_merge.merge.resident import (
     Adapters,
-    Placed,
     all_placed,
     make_resident,
     on_host,
     terms_at,
 )
-from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
+from sgld_lora_merge.merge.targets import Target
 
 __all__ = ["MERGEABLE_DTYPES", "MergeEngine", "ModulePlan", "ModuleState", "ModuleUpdate", "Plan"]
 
 logger = logging.getLogger(__name__)
-
-MERGEABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-Weights = Callable[[str], torch.Tensor]
-
-
-class _Once(dict[str, torch.Tensor]):
-    """Weights by name, each looked up once: a plan needs them again and again."""
-
-    def __init__(self, weight: Weights) -> None:
-        self._weight = weight
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        weight = self[name] = self._weight(name)
-        return weight
 
 
 class MergeEngine:
@@ -86,7 +72,7 @@ class MergeEngine:
         self.states: dict[str, ModuleState] = {}
 
     def state(self, module: str) -> ModuleState:
-        """What is live in a module; an empty state for one that was never updated."""
+        """Return what is live in a module; an empty state for one that was never updated."""
         return self.states.get(module) or ModuleState()
 
     # plan
@@ -106,7 +92,7 @@ class MergeEngine:
             RequestError: with every fault of every module.
         """
         views = self._modules()
-        weights = {name: _Once(view.weight) for name, view in views.items()}
+        weights = {name: WeightsOnce(view.weight) for name, view in views.items()}
         plans: list[ModulePlan] = []
         named = Counter(update.module for update in updates)
         faults = [f"module {module!r} is named {count} times" for module, count in named.items() if count > 1]
@@ -118,16 +104,16 @@ class MergeEngine:
                 )
                 continue
             try:
-                plans.append(self._plan_module(update, view, weights[update.module]))
+                plans.append(plan_module(update, view, weights[update.module], self.state(update.module).live))
             except RequestError as error:
                 faults.extend(f"{update.module}: {fault}" for fault in error.faults)
-        faults.extend(self._tied(plans, weights))
+        faults.extend(tied_weight_faults(plans, self.states, weights))
         if faults:
             raise RequestError(*faults)
         return plans
 
     def plan_reset(self, modules: Iterable[str] | None = None, adapter: str | None = None) -> Plan:
-        """A plan that takes one adapter, or all, out of the named modules, or of all.
+        """Plan to take one adapter, or all, out of the named modules, or of all.
 
         Raises:
             RequestError: a module that does not exist.
@@ -142,14 +128,14 @@ class MergeEngine:
             live = self.state(name).live
             gone = live.keys() if adapter is None else live.keys() & {adapter}
             if gone:
-                plans.append(_exchange(name, live, {other: live[other] for other in live.keys() - gone}))
+                plans.append(exchange_adapters(name, live, {other: live[other] for other in live.keys() - gone}))
         if adapter is not None and not plans:
             others = sorted({other for name in names for other in self.state(name).live})
             raise ConflictError(f"no adapter {adapter!r} is live; live are {name_some(others) or 'none'}")
         return self._allocate(plans)
 
     def plan_rollback(self) -> Plan:
-        """A plan that brings back what was live before the last step (an update, or a reset), in all its modules.
+        """Plan to bring back what was live before the last step (an update, or a reset), in all its modules.
 
         Raises:
             ConflictError: there is no step to take back: none was made, it was taken back, or the base has changed.
@@ -157,80 +143,10 @@ class MergeEngine:
         steps = [(name, state) for name, state in self.states.items() if state.previous is not None]
         if not steps:
             raise ConflictError("there is nothing to roll back: one step is kept, and none has been made since")
-        return self._allocate([_exchange(name, state.live, state.previous or {}) for name, state in steps])
-
-    def _plan_module(self, update: ModuleUpdate, view: ModuleView, weights: _Once) -> ModulePlan:
-        faults = list(update.faults)
-        skipped: list[str] = []
-        placed: dict[Key, Placed] = {}
-        for pair in update.pairs:
-            try:
-                landing = view.land(pair.layer)
-            except CannotLand as error:
-                faults.append(f"{pair.layer!r} cannot be merged: {error}")
-                continue
-            if landing is None:
-                skipped.append(pair.layer)
-                continue
-            faults.extend(_misfits(pair, landing, weights))
-            for target in landing.targets:
-                if (other := placed.get(target.key)) is not None:
-                    faults.append(f"{pair.layer!r} and {other.pair.layer!r} land on the same rows of {target.weight!r}")
-                placed[target.key] = Placed(pair, target)
-        if skipped and not (update.allow_partial and placed):
-            nearest = name_some(_nearest(skipped, view.layers()))
-            faults.append(f"unknown layers {name_some(skipped)}; the engine's nearest are {nearest}")
-            faults.extend([names.KOHYA_ADVICE] * any(map(names.is_flattened, skipped)))
-        if faults:
-            raise RequestError(*faults)
-        before = self.state(update.module).live
-        own = before.get(update.adapter, {})
-        gone = [old.target for key, old in own.items() if update.whole and key not in placed]
-        kept = {} if update.whole else own
-        return ModulePlan(
-            module=update.module,
-            before=before,
-            after={**before, update.adapter: {**kept, **placed}},
-            written=(*(new.target for new in placed.values()), *gone),
-            adapter=update.adapter,
-            whole=update.whole,
-            bucket=update.pairs.bucket if isinstance(update.pairs, BucketPairs) else None,
-            signature=signature_of(update) if update.whole and not skipped else None,
-            layers=tuple(sorted({new.pair.layer for new in placed.values()})),
-            skipped=tuple(skipped),
-        )
-
-    def _tied(self, plans: Sequence[ModulePlan], weights: Mapping[str, _Once]) -> list[str]:
-        """Faults for targets that share memory with another one, in this update or live (tied weights).
-
-        The second one's W0 would be a weight into which the first one is merged.
-        """
-        held = {
-            (name, placed.target.key): placed
-            for name, state in self.states.items()
-            for placed in all_placed(state.live)
-        }
-        held |= {(plan.module, placed.target.key): placed for plan in plans for placed in all_placed(plan.after)}
-        extents = []
-        for (module, _), placed in held.items():
-            target = placed.target
-            if module not in weights or target.dynamic or not target.rows.size:
-                continue
-            weight = weights[module][target.weight]
-            step, itemsize = weight.stride(0), weight.element_size()
-            start = weight.data_ptr() + target.rows.start * step * itemsize
-            # strided rows may interleave with others without touching them: their first element stands for them
-            nbytes = target.rows.size * step * itemsize if weight.is_contiguous() else itemsize
-            extents.append((str(weight.device), start, start + nbytes, module, placed))
-        extents.sort(key=lambda extent: extent[:3])
-        return [
-            f"{_told(one)} and {_told(two)} share the same memory: tied weights cannot hold two updates"
-            for one, two in pairwise(extents)
-            if one[0] == two[0] and two[1] < one[2]
-        ]
+        return self._allocate([exchange_adapters(name, state.live, state.previous or {}) for name, state in steps])
 
     def _allocate(self, plans: Sequence[ModulePlan]) -> Plan:
-        """Own copies of the pairs, W0 of new targets, scratch for the merge and for its undoing."""
+        """Allocate copies of the pairs, W0 of new targets, and scratch for the merge and its undoing."""
         return Plan(tuple(self._with_scratch(self._prepared(plan)) for plan in plans))
 
     def _with_scratch(self, plan: ModulePlan) -> ModulePlan:
@@ -240,9 +156,9 @@ class MergeEngine:
         )
 
     def _prepared(self, plan: ModulePlan) -> ModulePlan:
-        """With all that its commit and its undoing need but the scratch."""
+        """Return the plan with all that its commit and its undoing need but the scratch."""
         view, store = self._modules()[plan.module], self.state(plan.module).store
-        weights = _Once(view.weight)
+        weights = WeightsOnce(view.weight)
         device_of = partial(_device_of, weights)
         kept = {
             name: make_resident(adapter, device_of, self.precision, plan.bucket) for name, adapter in plan.after.items()
@@ -276,7 +192,7 @@ class MergeEngine:
     def _snapshots(
         self, rows: Mapping[Key, torch.Tensor], store: BaseStore, offloaded_from: torch.device | None
     ) -> tuple[dict[Key, torch.Tensor], str | None]:
-        """W0 of new targets where the policy wants it, and why; of an offloaded module it is always on the host."""
+        """Copy W0 of new targets to where the policy wants it; return why. Of an offloaded module it is on the host."""
         devices = {part.device for part in rows.values() if part.is_cuda}
         if offloaded_from is not None and offloaded_from.type == "cuda":
             return host_copies(rows, offloaded_from), "the module's weights are on the host"
@@ -304,14 +220,14 @@ class MergeEngine:
     # commit
 
     def commit(self, plan: Plan) -> dict[str, MergeStats]:
-        """Write the plan; statistics by module, each target's divided by its number of copies in the replica.
+        """Write the plan; return statistics by module, each target's divided by its number of copies in the replica.
 
         ``non_finite`` in a result above 0 means that the merged weight overflowed: the caller reverts.
         """
         return self.begin(plan)()
 
     def begin(self, plan: Plan) -> Callable[[], dict[str, MergeStats]]:
-        """As `commit`; what it gives returns the statistics, and on a GPU waits until all is written."""
+        """Start to write as `commit` does; return a function that waits for it and returns the statistics."""
         begun = {part.module: self._write(part, after=True) for part in plan.modules}
         return lambda: {module: finish() for module, finish in begun.items()}
 
@@ -398,12 +314,12 @@ class MergeEngine:
     # what is there
 
     def base(self, module: str, target: Target) -> torch.Tensor:
-        """W0 of a target, ``[rows, columns]``: from the store where something is merged, else the weight itself."""
+        """Return W0 of a target, ``[rows, columns]``: from the store where something is merged, else the weight."""
         store = self.state(module).store
         return store[target.key] if target.key in store else _rows(self._modules()[module], target)
 
     def effective(self, module: str, target: Target) -> torch.Tensor:
-        """What a target's layer computes with: its weight, or W0 merged with what its branch adds."""
+        """Return what a target's layer computes with: its weight, or W0 merged with what its branch adds."""
         weight = _rows(self._modules()[module], target)
         terms = terms_at(self.state(module).live, target)
         if not target.dynamic or not terms or not weight.numel():
@@ -444,7 +360,7 @@ class MergeEngine:
     def resume(self, module: str) -> dict[str, MergeStats]:
         """Merge the live adapters again after `suspend`: the same W0 and the same pairs give the same bytes."""
         state = self.state(module)
-        plan = self._allocate([_exchange(module, {}, state.live)])
+        plan = self._allocate([exchange_adapters(module, {}, state.live)])
         stats = self.commit(plan)
         state.store.adopt(plan.modules[0].snapshots, plan.modules[0].store_reason)
         state.live = plan.modules[0].after
@@ -455,17 +371,8 @@ class MergeEngine:
         self.states[module] = ModuleState(versions=Versions(weight_version))
 
 
-def _exchange(module: str, before: Adapters, after: Adapters) -> ModulePlan:
-    """Some adapters for others, all in the engine's own memory already; what both have in common is not written."""
-    changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
-    touched = [placed for name in changed for side in (before, after) for placed in side.get(name, {}).values()]
-    targets = {placed.target.key: placed.target for placed in touched}
-    layers = sorted({placed.pair.layer for placed in all_placed(after)})
-    return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
-
-
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:
-    """What the layers of a plan's dynamic targets add now, and what they will."""
+    """Return what the layers of a plan's dynamic targets add now, and what they will add."""
     branches: dict[Key, tuple[Branch | None, Branch | None]] = {}
     for target in plan.written:
         if target.dynamic and view.branches is not None:
@@ -478,19 +385,19 @@ def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, 
 def _places(
     targets: Sequence[Target], weights: Weights, base: Callable[[Target], torch.Tensor]
 ) -> list[tuple[Target, torch.Tensor, torch.Tensor]]:
-    """Targets with their live rows and W0 of these; without those that have no row on this rank."""
+    """Return targets with their live rows and W0 of these, without targets that have no row on this rank."""
     places = ((target, _part(weights(target.weight), target)) for target in targets if target.rows.size)
     return [(target, out, base(target)) for target, out in places]
 
 
 def _jobs(adapters: Adapters, places: Sequence[tuple[Target, torch.Tensor, torch.Tensor]]) -> list[TargetJob]:
-    """The merges of those targets that an adapter has something for."""
+    """Return the merges of those targets that an adapter has something for."""
     found = ((target, out, base, terms_at(adapters, target)) for target, out, base in places)
     return [(target, MergeJob(out, base, terms)) for target, out, base, terms in found if terms]
 
 
 def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
-    """The jobs of each device: an engine may keep one module on a GPU and another on the host."""
+    """Group jobs by device: an engine may keep one module on a GPU and another on the host."""
     groups: dict[torch.device, list[MergeJob]] = {}
     for job in jobs:
         groups.setdefault(job.out.device, []).append(job)
@@ -498,7 +405,7 @@ def _by_device(jobs: Iterable[MergeJob]) -> dict[torch.device, list[MergeJob]]:
 
 
 def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tuple[Weights, Sequence[Target]]]:
-    """Writable weights by name, one after the other, and the targets that are in each."""
+    """Yield writable weights by name, one after the other, and the targets that are in each."""
     for name in dict.fromkeys(target.weight for target in targets):
         here = [target for target in targets if target.weight == name]
         with offloaded.opened(name, [target.rows for target in here]) as weight:
@@ -507,13 +414,8 @@ def _one_by_one(offloaded: Offloaded, targets: Sequence[Target]) -> Iterator[tup
 
 
 def _device_of(weights: Mapping[str, torch.Tensor], target: Target) -> torch.device:
-    """Where the pairs of a target are kept: beside the weight that they are merged into."""
+    """Return where the pairs of a target are kept: beside the weight that they are merged into."""
     return torch.device("cpu") if target.dynamic else weights[target.weight].device
-
-
-def _told(extent: tuple[str, int, int, str, Placed]) -> str:
-    module, placed = extent[3:]
-    return f"{placed.pair.layer!r} ({module} {placed.target.weight!r})"
 
 
 def _rows(view: ModuleView, target: Target) -> torch.Tensor:
@@ -522,38 +424,3 @@ def _rows(view: ModuleView, target: Target) -> torch.Tensor:
 
 def _part(weight: torch.Tensor, target: Target) -> torch.Tensor:
     return weight[target.rows.start : target.rows.stop]
-
-
-def _misfits(pair: Pair, landing: Landing, weights: _Once) -> list[str]:
-    faults = []
-    if _extents(pair.kernel) != _extents(landing.kernel):
-        faults.append(f"{pair.layer!r}: the pair is {_kind(pair.kernel)}, the layer is {_kind(landing.kernel)}")
-    if pair.a.shape[1] != landing.in_features:
-        faults.append(
-            f"{pair.layer!r}: lora_A {tuple(pair.a.shape)} has {pair.a.shape[1]} columns, the layer takes "
-            f"{landing.in_features} inputs"
-        )
-    if pair.b.shape[0] != landing.out_features:
-        faults.append(
-            f"{pair.layer!r}: lora_B {tuple(pair.b.shape)} has {pair.b.shape[0]} rows, the layer gives "
-            f"{landing.out_features} outputs"
-        )
-    for name in {target.weight for target in landing.targets if not target.dynamic}:
-        if (dtype := weights[name].dtype) not in MERGEABLE_DTYPES:
-            faults.append(f"{pair.layer!r} cannot be merged: its weight {name!r} has dtype {dtype}")
-    return faults
-
-
-def _extents(kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """A kernel of ones is none: such a convolution is a linear layer."""
-    return kernel if math.prod(kernel) > 1 else ()
-
-
-def _kind(kernel: tuple[int, ...]) -> str:
-    return f"a convolution's with kernel {kernel}" if kernel else "a linear layer's"
-
-
-def _nearest(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Known layers that look most like the first of the unknown ones."""
-    close = (name for layer in unknown[:3] for name in get_close_matches(layer, known, n=4, cutoff=0.0))
-    return list(dict.fromkeys(close))

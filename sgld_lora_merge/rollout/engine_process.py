@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import printable
 from sgld_lora_merge.rollout.ports import Ports
 from sgld_lora_merge.trainer.engine_client import EngineClient, Unanswered
 from sgld_lora_merge.trainer.transport import SyncError

@@ -9,7 +9,7 @@ from typing import Any
 
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.trainer.transport import Answer, Transport
-from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, RESET_ROUTE
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class LiveAdapters:
 
     def bring_to(self, engine: Transport) -> None:
         """Make an engine serve all of it, whatever it serves now."""
-        engine.ask("/lora_merge/reset", {})
+        engine.ask(RESET_ROUTE, {})
         for upload in self._uploads:
             # an id that the engine has had and lost is used up
             engine.update({**upload.fields, "update_id": uuid.uuid4().hex}, upload.file)

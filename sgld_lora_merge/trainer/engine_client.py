@@ -22,8 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from sgld_lora_merge.errors import SHOWN_FAULTS
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import SHOWN_FAULTS, printable
 
 MAX_ANSWER_NBYTES = 4 * 2**20  # where 10,000 layers land takes 3 MiB; as Python's objects it is 20 times as much
 PIECE_NBYTES = 2**20  # of a body

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import LoraMergeError, printable
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.answers import FORMS, Answered, Refusal
 from sgld_lora_merge.trainer.engine_client import EngineClient, Reply, Unanswered, fits

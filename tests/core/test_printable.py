@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sgld_lora_merge.printable import printable
+from sgld_lora_merge.errors import printable
 
 
 @pytest.mark.parametrize(
