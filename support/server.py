@@ -6,7 +6,6 @@ import base64
 import contextlib
 import fcntl
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec
+from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec, sglang_script
 from sgld_lora_merge.trainer import SyncError
 
 START_TIMEOUT_S = 240
@@ -141,7 +140,7 @@ def running(
         folder,
         environment={**OFFLINE, **(env or {}), "PYTHONPATH": environment(env)["PYTHONPATH"]},
         config=config or {},
-        command=(*UNMEASURED, str(Path(sys.executable).with_name("sglang"))),
+        command=(*UNMEASURED, sglang_script()),
         start_timeout=START_TIMEOUT_S,
     )  # fmt: skip
     engine = EngineProcess(spec, "engine", gpus=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,12 @@ STOP_S = 15
 PROBE_S = 0.2
 HEALTH_ROUTE = "/health"
 SHOWN_LINES, SHOWN_COLUMNS, LOOKED_AT = 15, 300, 2**16
+
+
+def sglang_script() -> str:
+    """Return the path of the ``sglang`` script: beside the interpreter, else on the PATH."""
+    beside = Path(sys.executable).with_name("sglang")
+    return str(beside) if beside.exists() else shutil.which("sglang") or str(beside)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class EngineSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    command: Sequence[str] = (str(Path(sys.executable).with_name("sglang")),)
+    command: Sequence[str] = field(default_factory=lambda: (sglang_script(),))
     start_timeout: float = 1800.0
     patience: float = 30.0
 

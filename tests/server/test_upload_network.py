@@ -7,16 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 from safetensors.torch import save
 
-from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec
+from sgld_lora_merge.rollout.engine_process import EngineProcess, EngineSpec, sglang_script
 from sgld_lora_merge.trainer import SyncError, UploadTransport, transport
 from support import lora, server
 
@@ -166,7 +164,7 @@ def test_an_engine_on_a_host_of_its_own_takes_an_upload_over_a_slow_link(
             ["--model-path", str(zimage_checkpoint), "--model-id", "Z-Image", "--backend", "sglang",
              "--warmup-mode", "off"],
             tmp_path, {"PYTHONPATH": server.environment()["PYTHONPATH"], "HF_HUB_OFFLINE": "1"},
-            host=address, command=(*within, str(Path(sys.executable).with_name("sglang"))), start_timeout=400,
+            host=address, command=(*within, sglang_script()), start_timeout=400,
         ),
         "far", [],
     )  # fmt: skip
