@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Register all hooks with sglang.
 
-    Stop the process where a variable means nothing, where this sglang is not supported, or where a hook does not take.
+    Stop the process if a variable is invalid, if this sglang is not supported, or if a hook does not take.
     """
     try:
         settings = settings_from()

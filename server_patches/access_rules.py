@@ -21,8 +21,8 @@ from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.settings import API_KEY_VARIABLE, MAX_BODY_VARIABLE, Settings
 
 SHOWN_CHARACTERS = 80  # of a header's value in a message
-# sglang's routes that change weights or tell of them. The start fails if one is missing or would not be guarded: a
-# version that names them otherwise may have weight endpoints that `is_guarded` does not know.
+# sglang's routes that change or reveal weights. The start fails if one is missing or would not be guarded, because a
+# version with other names may have weight endpoints that `is_guarded` does not know.
 WEIGHT_ROUTES = (
     "/update_weights_from_tensor",
     "/update_weights_from_disk",
@@ -42,7 +42,7 @@ _GENERATION = _WEIGHTS_PACKAGE + "rollout_api.rollout_generate"
 
 @dataclass(frozen=True)
 class Limits:
-    """What the environment asks for.
+    """The limits that the environment sets.
 
     Attributes:
         api_key: bearer token that guarded routes need; None needs none.
@@ -54,15 +54,16 @@ class Limits:
 
 
 def limits_from(settings: Settings) -> Limits:
-    """The limits that the settings ask for."""
+    """Return the limits that the settings set."""
     return Limits(settings.api_key, settings.max_body_bytes)
 
 
 def is_guarded(endpoint: Endpoint | None) -> bool:
-    """Return whether an endpoint changes weights or tells of them.
+    """Return whether an endpoint changes or reveals weights.
 
-    All of ours are but ``/model_info``; of sglang's all beside its weight routes but generation for training, and
-    every one whose name speaks of weights or LoRA. So an endpoint that a later sglang adds there is guarded too.
+    Guarded are: all endpoints of the plugin except ``/model_info``; all of sglang's post-training package except
+    generation; and every other endpoint with "weights" or "lora" in its name. An endpoint that a later sglang adds
+    there is guarded too.
     """
     module, name = getattr(endpoint, "__module__", None) or "", getattr(endpoint, "__name__", "")
     if module.startswith(OWN_PACKAGE):
@@ -105,7 +106,7 @@ def has_control_characters(scope: Mapping[str, Any]) -> bool:
 def refusal(
     method: str, headers: Mapping[str, str], limits: Limits, *, json_only: bool = True
 ) -> tuple[int, str] | None:
-    """Status and message for a request that must not reach a guarded route; None for one that may.
+    """Return status and message for a request that must not reach a guarded route; None for one that may.
 
     Args:
         headers: with lower-case names.
@@ -135,7 +136,7 @@ def refusal(
 
 
 def _is_address(host: str) -> bool:
-    """Whether a Host header is an IP address or localhost, with or without a port."""
+    """Return whether a Host header is an IP address or localhost, with or without a port."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)

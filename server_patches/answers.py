@@ -1,4 +1,4 @@
-"""From a worker's output, or an error, to the answer that a client gets."""
+"""Make the answer that a client gets from a worker's output or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def error_answer(status: int, message: str, payload_opened: list[bool] | None = 
     return status, ErrorAnswer(message=message, payload_opened=payload_opened or []).model_dump()
 
 
-def refused(error: LoraMergeError, entry: LogEntry, payloads: int) -> Answer:
+def refused_answer(error: LoraMergeError, entry: LogEntry, payloads: int) -> Answer:
     """Return the answer to an update that did not reach the workers, or that they did not answer."""
     entry.reason = error.reason
     if isinstance(error, NoAnswer):
@@ -39,8 +39,8 @@ def refused(error: LoraMergeError, entry: LogEntry, payloads: int) -> Answer:
     return error_answer(error.status, f"{error}. Nothing was changed", [False] * payloads)
 
 
-def as_error(output: dict[str, Any]) -> LoraMergeError:
-    """Return the error that a worker's output tells of."""
+def error_from(output: dict[str, Any]) -> LoraMergeError:
+    """Return the error that a worker's output reports."""
     error = LoraMergeError(output["message"])
     error.status, error.reason = output["status"], output.get("reason", "engine")
     return error

@@ -1,4 +1,4 @@
-"""What sglang has from 0.5.23 on, for 0.5.21 and 0.5.22; goes when these are not supported any more."""
+"""Features of sglang 0.5.23 for 0.5.21 and 0.5.22. Delete this file when these are not supported any more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEALTH_ROUTES = ("/health", "/health_generate")
 
 
 def give_failure(app: FastAPI, client: Any) -> None:
-    """``client.mark_failed(reason)``: who waits for the workers is told at once, and health and every POST answer 503.
+    """Add ``client.mark_failed(reason)``: it ends every wait for the workers; health and every POST then answer 503.
 
     Args:
         client: sglang's `AsyncSchedulerClient` of this process.
@@ -46,7 +46,7 @@ def give_failure(app: FastAPI, client: Any) -> None:
 
 
 class RefuseWhenFailed:
-    """ASGI middleware; GETs other than health still answer, for finished results and for the reason."""
+    """ASGI middleware that answers 503 after a failure; GETs other than health still answer: results, the status."""
 
     def __init__(self, app: ASGIApp, client: Any) -> None:
         self._app, self._client = app, client

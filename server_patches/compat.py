@@ -1,4 +1,4 @@
-"""Which versions of sglang this is for, and the check that each change of it took."""
+"""The supported versions of sglang, and the check that every patch took."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
 
 
 def check_version(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why this sglang cannot be served, as a sentence that says what to do; None where it can.
+    """Return why this version of sglang is refused, as a sentence that says what to do; None for a supported version.
 
     Raises:
-        LoraMergeError: a variable has a value that means nothing.
+        LoraMergeError: a variable of the environment has an invalid value.
     """
     try:
         found = version("sglang")

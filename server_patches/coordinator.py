@@ -1,4 +1,4 @@
-"""Bring one change at a time to the workers, and keep the books of all changes. Nothing here sees a tensor."""
+"""Send one change at a time to the workers, and record every change. No tensor is handled here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 
-from server_patches.answers import Answer, as_error, error_answer, merge_answer, update_answer
+from server_patches.answers import Answer, error_answer, error_from, merge_answer, update_answer
 from server_patches.engine_record import EngineRecord
 from server_patches.ledger import NamedBucket
 from server_patches.replicas import Replicas
@@ -18,20 +18,20 @@ from sgld_lora_merge.errors import RequestError, printable
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.1  # of a status for the workers' own word; an idle worker gives it in 1 to 5 ms
+PATIENCE_S = 0.1  # how long a status waits for the workers; an idle worker answers in 1 to 5 ms
 
 
 class Coordinator:
-    """Every change of one server process.
+    """Runs every change of one server process.
 
     Attributes:
-        record: what is known of the workers, and of every update.
-        one_at_a_time: held by whoever changes anything.
+        record: the state of the workers, and of every update.
+        one_at_a_time: lock that is held during every change.
 
     Args:
         replicas: the workers.
         staging_timeout_s: an update that waits longer for its next bucket or its commit is abandoned.
-        refusal: why this engine takes no updates at all.
+        refusal: why this engine takes no updates at all; None where it takes them.
     """
 
     def __init__(self, replicas: Replicas, staging_timeout_s: float, refusal: str | None = None) -> None:
@@ -46,11 +46,11 @@ class Coordinator:
     # the state of the workers
 
     async def refresh(self) -> None:
-        """Ask the workers for their state, which may have changed by another road than this process.
+        """Ask the workers for their state, which other code than this process may have changed.
 
-        It waits behind a running generation.
+        The request waits until a running generation ends.
         """
-        async with self.one_at_a_time:  # between the replicas' steps of an update they differ, rightly
+        async with self.one_at_a_time:  # between the two steps of an update the replicas differ, which is no fault
             await self._refresh()
 
     async def refresh_if_idle(self) -> None:
@@ -64,7 +64,7 @@ class Coordinator:
     async def _refresh(self) -> None:
         ledger = self.record.ledger
         try:
-            output = await self._ask(MergeReq([], operation="status"))
+            output = await self._ask_and_record(MergeReq([], operation="status"))
             open_id = ledger.open_id
             if open_id is not None and open_id != output["staged_update"]:
                 ledger.abandon(open_id, "the engine went to sleep")
@@ -73,13 +73,13 @@ class Coordinator:
             logger.warning("the workers' LoRA merge state is not known: %s", printable(str(error), 2000))
 
     def _follow_base(self, output: dict[str, Any]) -> None:
-        """End the live updates of modules that hold no adapter any more, whatever took it out."""
+        """End the live updates of modules that hold no adapter any more, whatever removed it."""
         self.record.ledger.base_is_live([name for name, each in output["snapshot"].items() if not each["adapters"]])
 
     # changes
 
     async def update(self, req: MergeReq, bucket: NamedBucket | None, entry: LogEntry, ignored: list[str]) -> Answer:
-        """Send an update, or a bucket of one, to the workers, and keep the books.
+        """Send an update, or a bucket of one, to the workers, and record it.
 
         Raises:
             LoraMergeError: the bucket has no place in its update, or the workers were not reached.
@@ -87,14 +87,14 @@ class Coordinator:
         ledger = self.record.ledger
         async with self.one_at_a_time:
             if bucket is not None and ledger.is_live(bucket.update_id):
-                await self._refresh()  # or the answer of then would hide what has come by another road since
+                await self._refresh()  # other code may have replaced it since, which a repeated answer would hide
             if bucket is not None and (answered := ledger.admit(bucket)) is not None:
                 entry.repeated = True
                 return 200, answered
             state = "live" if bucket is None else ledger.next_state(bucket)
             req.goes_live = state == "live"
             req.continues = bucket is not None and ledger.open_id == bucket.update_id
-            output = await self._ask(req)
+            output = await self._ask_and_record(req)
             if output["status"] != 200:
                 entry.reason = output["reason"]
                 return error_answer(output["status"], output["message"], output["payload_opened"])
@@ -109,10 +109,10 @@ class Coordinator:
             return 200, answer
 
     async def reset(self, target_modules: list[str] | None, adapter: str | None) -> dict[str, Any]:
-        """Bring base weights back, or take one adapter out.
+        """Restore the base weights, or remove one adapter.
 
         Raises:
-            LoraMergeError: the workers refused; so do the methods below.
+            LoraMergeError: the workers refused; the methods below raise it too.
         """
         req = MergeReq([], operation="reset", target_modules=target_modules, adapter=adapter)
         answer = merge_answer(await self.ask(req))
@@ -121,7 +121,7 @@ class Coordinator:
         return answer
 
     async def rollback(self) -> dict[str, Any]:
-        """Bring back what was live one step before."""
+        """Restore what was live one step before."""
         answer = merge_answer(await self.ask(MergeReq([], operation="rollback")))
         self.record.ledger.rolled_back()
         return answer
@@ -150,17 +150,17 @@ class Coordinator:
         return {"success": True, "message": output["message"]}
 
     async def ask(self, req: MergeReq) -> dict[str, Any]:
-        """Return the workers' output, if it is a success.
+        """Ask the workers; return their output if it is a success.
 
         Raises:
-            LoraMergeError: with their status and message.
+            LoraMergeError: it is not; with their status and message.
         """
-        output = await self._ask(req)
+        output = await self._ask_and_record(req)
         if output["status"] != 200:
-            raise as_error(output)
+            raise error_from(output)
         return output
 
-    async def _ask(self, req: MergeReq) -> dict[str, Any]:
+    async def _ask_and_record(self, req: MergeReq) -> dict[str, Any]:
         if self._refusal is not None:
             raise RequestError(self._refusal)
         output = await self._replicas.ask(req)
@@ -175,7 +175,7 @@ class Coordinator:
     # updates in buckets
 
     def _accept(self, bucket: NamedBucket, answer: dict[str, Any]) -> None:
-        """Record an accepted bucket, say which update it put an end to, and start the time of the next bucket."""
+        """Record an accepted bucket, add to the answer which update it ends, and start the next bucket's timer."""
         ledger = self.record.ledger
         if (other := ledger.abandons(bucket)) is not None:
             there = ledger.updates[other]
@@ -196,5 +196,5 @@ class Coordinator:
             if self.record.ledger.open_id == update_id:
                 name = printable(repr(update_id), 200)
                 logger.warning("update %s is abandoned: nothing came for %g s", name, self._staging_timeout_s)
-                await self._ask(MergeReq([], operation="abort", update_id=update_id))
+                await self._ask_and_record(MergeReq([], operation="abort", update_id=update_id))
                 self.record.ledger.abandon(update_id, f"nothing came for {self._staging_timeout_s:g} s")

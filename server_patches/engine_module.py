@@ -112,7 +112,7 @@ class EngineModule:
         )
 
     def objections(self, pairs: Sequence[Pair]) -> list[str]:
-        """What the model class itself has against these pairs; sentences."""
+        """Return why the model class itself refuses these pairs, as sentences."""
         if not isinstance(self._model, BaseDiT):
             return []
         try:
@@ -125,7 +125,7 @@ class EngineModule:
         return []
 
     def _rewritten(self, pairs: Sequence[Pair]) -> list[str]:
-        """Pairs that this model class computes anew when it loads an adapter from disk."""
+        """Return, as sentences, the pairs that this model class changes when it loads an adapter from disk."""
         adapter: dict[str, torch.Tensor] = {}
         for pair in pairs:
             name = self._from_disk(self._dotted(pair.layer))[0]
@@ -151,7 +151,7 @@ class EngineModule:
         return None
 
     def _candidates(self, layer: str) -> Iterator[tuple[str, Section]]:
-        """Engine names for a sender's layer: as it is, as an adapter on disk is mapped, as a weight on disk is."""
+        """Yield the engine's names for a layer: unchanged, mapped as in an adapter file, mapped as in a checkpoint."""
         yield layer, None
         yield self._from_disk(layer)
         yield self._mapped(layer, ".weight")
@@ -176,7 +176,7 @@ class EngineModule:
             raise CannotLand("the engine permutes the rows of this layer when it loads a quantized checkpoint")
 
     def _refuse_copied(self, name: str) -> None:
-        """Fast paths of sglang's VAE decoders keep products of their weights, and change the layout of them."""
+        """Refuse layers whose weights a fast path of sglang's VAE decoders has copied and laid out anew."""
         while name:
             name = name.rpartition(".")[0]
             if hasattr(self._layers[name], "_sgl_gate"):
@@ -217,10 +217,10 @@ class EngineModule:
         return Landing(tuple(targets), whole, in_features, kernel)
 
     def _is_dynamic(self, name: str, layer: Any) -> bool:
-        """Whether the layer gets a branch.
+        """Return whether the layer gets a low-rank branch.
 
         Raises:
-            CannotLand: neither that nor a merge is defined for it.
+            CannotLand: neither a branch nor a merge is defined for it.
         """
         obstacle = obstacle_to_merging(layer)
         if self._mode == "merge" or (self._mode == "auto" and obstacle is None):
@@ -241,7 +241,7 @@ class EngineModule:
 
 
 def _words(patterns: Iterable[str]) -> set[str]:
-    """What stands literally between the dots of the names that these regular expressions match."""
+    """Return the literal words between the dots of the names that these regular expressions match."""
     return {word for pattern in patterns for word in re.findall(r"\w+", re.sub(r"\\.", " ", pattern))}
 
 
@@ -253,6 +253,6 @@ def _section_index(section: int | str, count: int) -> int:
 
 
 def _swaps_halves(source: str, target: str) -> bool:
-    """Whether sglang swaps the halves of this B when it loads an adapter; asked of its own function."""
+    """Return whether sglang swaps the halves of this B when it loads an adapter; its own function decides."""
     probe = torch.tensor([[0.0], [1.0]])
     return not torch.equal(_swap_peft_swiglu_fc1_lora_b(f"{source}.lora_B", f"{target}.lora_B", probe), probe)

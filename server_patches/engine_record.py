@@ -1,4 +1,4 @@
-"""The HTTP process's own record of what the workers said, so that the status answers at once during a generation."""
+"""The HTTP process's record of the workers' state, so that the status answers at once during a generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineRecord:
     ledger: Ledger = field(default_factory=Ledger)
 
     def take_in(self, output: dict[str, Any]) -> None:
-        """Take in a worker's report of its modules' state."""
+        """Record the state that a worker has reported."""
         self.modules, self.failed, self.as_of = output["snapshot"], output["failed"], time.time()
         self.staged_bytes, self.sleeping = output["staged_bytes"], output["sleeping"]
         self.differing = output["differing"]
@@ -51,7 +51,7 @@ class EngineRecord:
             self.stage_seconds[stage] += milliseconds / 1e3  # type: ignore[assignment]  # a Counter may hold floats
 
     def status(self) -> dict[str, Any]:
-        """The body of ``GET /lora_merge/status``; times are seconds since the epoch."""
+        """Return the body of ``GET /lora_merge/status``; times are seconds since the epoch."""
         last = list(self.ledger.updates.items())[-SHOWN_UPDATES:]
         return {
             "success": self.problem is None,

@@ -1,4 +1,4 @@
-"""The states sglang can be in: which of them an update has to wait for, and what each does to the weights."""
+"""The states of sglang: those in which an update is refused, and what each does to the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineStates:
-    """The modules of one rank's pipeline, the merges that are in them, and what sglang does to them besides.
+    """Holds the modules of one rank's pipeline and their merges, and follows what sglang does to them.
 
     Args:
         gpu_worker: sglang's worker; its pipeline holds the modules.
@@ -54,7 +54,7 @@ class EngineStates:
         return modules
 
     def views(self) -> dict[str, EngineModule]:
-        """A view of every module; kept as long as the module is the same object."""
+        """Return a view of every module; a view is kept as long as its module is the same object."""
         args = self.gpu_worker.server_args
         for name, module in self.modules().items():
             if self._views.get(name, (None,))[0] is not module:
@@ -69,20 +69,20 @@ class EngineStates:
         return {name: view for name, (_, view) in self._views.items()}
 
     @property
-    def _wrapped(self) -> bool:
+    def _has_lora_wrappers(self) -> bool:
         """Whether sglang has put its LoRA wrappers around the layers (--lora-path, /v1/set_lora)."""
         return bool(getattr(self.gpu_worker.pipeline, "lora_initialized", False))
 
     @property
-    def _sglangs_own_in_force(self) -> bool:
-        return self._wrapped and bool(self.gpu_worker.pipeline.is_lora_effective("all"))
+    def _sglang_adapter_active(self) -> bool:
+        return self._has_lora_wrappers and bool(self.gpu_worker.pipeline.is_lora_effective("all"))
 
     @property
     def sleeping(self) -> bool:
         return bool(self.gpu_worker.is_sleeping())
 
     def compile_ahead(self) -> None:
-        """In the background, for what the transformers' weights are."""
+        """Compile the merge kernel in the background, for the dtypes of the transformers' weights."""
         weights = {
             parameter.dtype
             for name, module in self.modules().items()
@@ -95,7 +95,7 @@ class EngineStates:
     # before a plan
 
     def prepare(self, modules: Iterable[str]) -> None:
-        """Before every plan: refuse what cannot be changed now, and bring weights to where writes to them last.
+        """Refuse what cannot be changed now, and restore parameters so that writes last. Call before every plan.
 
         Raises:
             ConflictError: the engine is asleep, or an adapter of sglang's own is in force.
@@ -104,20 +104,22 @@ class EngineStates:
         self.refuse(names)
         for name, module in self.modules().items():
             if name in names:
-                _bring_back(module)
+                _restore_parameters(module)
 
     def refuse(self, modules: Collection[str]) -> None:
-        """States in which nothing can be changed.
+        """Refuse in a state in which nothing can be changed.
 
         Raises:
             ConflictError: which one.
         """
         self.refuse_sleep()
-        if self._sglangs_own_in_force:
+        if self._sglang_adapter_active:
             raise ConflictError(
                 "sglang itself has an adapter in force (--lora-path, /v1/set_lora): POST /v1/unmerge_lora_weights first"
             )
-        if self._wrapped and any(is_layerwise(module) for name, module in self.modules().items() if name in modules):
+        if self._has_lora_wrappers and any(
+            is_layerwise(module) for name, module in self.modules().items() if name in modules
+        ):
             raise ConflictError(
                 "sglang has wrapped the layers for an adapter of its own, and streams them from the host: their "
                 "wrappers keep a second copy; start the engine without --lora-path or without --dit-layerwise-offload"
@@ -131,8 +133,8 @@ class EngineStates:
 
     @contextmanager
     def weights_change(self, plan: Plan) -> Iterator[None]:
-        """Around a write of ours: what sglang does around an update of its own."""
-        with self._derived_state_follows([part.module for part in plan.modules]):
+        """Surround a write of the plugin with what sglang does around an update of its own."""
+        with self._derived_state_renewed([part.module for part in plan.modules]):
             if any(target.dynamic for part in plan.modules for target in part.written):
                 drop_graphs = getattr(self.gpu_worker, "_drop_breakable_cuda_graphs", None)  # new in sglang 0.5.23
                 if drop_graphs is not None:
@@ -140,10 +142,10 @@ class EngineStates:
             yield
 
     @contextmanager
-    def _derived_state_follows(self, names: Collection[str]) -> Iterator[None]:
-        """Caches and all that is computed from weights follow a write, also one that failed. Prompt embeddings survive.
+    def _derived_state_renewed(self, names: Collection[str]) -> Iterator[None]:
+        """Empty caches of what is computed from weights after a write, also a failed one. Prompt embeddings are kept.
 
-        They follow it, and do not go before it, because a GPU then writes meanwhile.
+        It happens after the block and not before it, so that the GPU writes meanwhile.
         """
         try:
             yield
@@ -159,11 +161,11 @@ class EngineStates:
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
-        """Around code of sglang's that loads a module: W0 back first, and no adapter afterwards, whatever it did."""
+        """Surround sglang's code that loads a module: restore W0 first; afterwards the module has no adapter."""
         names = [name for name, each in self.modules().items() if each is module]
         for name in names:
             if self.engine.state(name).live:
-                _bring_back(module)
+                _restore_parameters(module)
                 self.engine.restore(name)
         try:
             yield
@@ -173,7 +175,7 @@ class EngineStates:
 
     @contextmanager
     def own_adapters_change(self) -> Iterator[None]:
-        """Around code of sglang's that puts adapters of its own in force: it starts from W0.
+        """Surround sglang's code that puts its own adapters in force, which must start from W0.
 
         Afterwards either its adapters are in force, or it has failed and ours are again.
         """
@@ -183,18 +185,18 @@ class EngineStates:
         finally:
             self._resume(names)
 
-    def take_out(self) -> None:
-        """Before sglang takes adapters out: ours too, as a reset does."""
-        names = [name for name in self._live() if name not in self._suspended]
+    def remove_adapters(self) -> None:
+        """Remove the plugin's adapters, as a reset does; call before sglang removes its own."""
+        names = [name for name in self._live_modules() if name not in self._suspended]
         for name in names:
-            _bring_back(self.modules()[name])
+            _restore_parameters(self.modules()[name])
         plan = self.engine.plan_reset(names)
         with self.weights_change(plan):
             self.engine.commit(plan)
         self.engine.settle(plan, None)
 
     def release(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Around sglang's way to sleep: it parks W0, and the store's memory is free before it counts what is free."""
+        """Let sglang sleep with W0 in its modules; the store's memory is freed before sglang counts what is free."""
         asleep = self.sleeping
         names = [] if asleep else self._suspend()
         result: dict[str, Any] = {}
@@ -206,29 +208,29 @@ class EngineStates:
                 self._resume(names)
 
     def resume(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Around sglang's way to wake: the adapters that were live are merged again from their pairs."""
+        """Let sglang wake up, and merge the adapters that were live again, from their pairs."""
         asleep = self.sleeping
         result = original()
         if asleep and not result.get("sleeping"):
             self._resume(sorted(self._suspended))
         return result
 
-    def _live(self) -> list[str]:
+    def _live_modules(self) -> list[str]:
         return [name for name, state in self.engine.states.items() if state.live]
 
     def _suspend(self) -> list[str]:
-        """Give W0 back in every module, unless that is done already; the names of those where it is done now."""
-        names = [name for name in self._live() if name not in self._suspended]
-        with self._derived_state_follows(names):
+        """Restore W0 in every module that is not suspended yet; return the names of these modules."""
+        names = [name for name in self._live_modules() if name not in self._suspended]
+        with self._derived_state_renewed(names):
             for name in names:
-                _bring_back(self.modules()[name])
+                _restore_parameters(self.modules()[name])
                 self.engine.suspend(name)
                 self._suspended.add(name)
         return names
 
     def _resume(self, names: Collection[str]) -> None:
-        """Put our adapters in force again, unless sglang has one of its own in force by now."""
-        if names and self._sglangs_own_in_force:
+        """Merge the plugin's adapters again, unless sglang has an adapter of its own in force by now."""
+        if names and self._sglang_adapter_active:
             for name in names:
                 version = self.engine.state(name).weight_version
                 logger.warning(
@@ -237,17 +239,17 @@ class EngineStates:
                 self.engine.forget(name)
                 self._suspended.discard(name)
             return
-        with self._derived_state_follows(names):
+        with self._derived_state_renewed(names):
             for name in names:
-                _bring_back(self.modules()[name])
+                _restore_parameters(self.modules()[name])
                 self.engine.resume(name)
                 self._suspended.discard(name)
                 version = printable(repr(self.engine.state(name).weight_version), 200)
                 logger.info("%s: weight_version %s is live again", name, version)
 
 
-def _bring_back(module: nn.Module) -> None:
-    """Make a module's parameters those that sglang keeps.
+def _restore_parameters(module: nn.Module) -> None:
+    """Make a module's parameters the ones that sglang keeps.
 
     It serves from copies where it parks a module on the host (--dit-cpu-offload), and throws them away; FSDP may have
     left whole weights where its shards are.
@@ -255,7 +257,7 @@ def _bring_back(module: nn.Module) -> None:
     with torch.inference_mode():
         restore_weight_snapshot(module)
     unpark(module)
-    if isinstance(module, FSDPModule):  # the whole is one where any part is
+    if isinstance(module, FSDPModule):  # where any part is an FSDPModule, the whole module is one
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -1,8 +1,8 @@
-"""Who may reach the endpoints that change weights: token, origin, content type and size, before a body is parsed.
+"""Stop requests that may not reach a weight endpoint, before a body is parsed. `access_rules` has the rules.
 
-Whether a request is guarded is decided by the endpoint that answers it, never by its path: a path has many spellings,
-and a proxy or a mount adds to them. The guard stands in two places, and looks at a request once: in front of the app,
-so that a refusal waits for nothing, and in front of each guarded endpoint, so that no other way leads there.
+The endpoint that answers a request decides whether it is guarded, never its path: a path has many spellings, and a
+proxy or a mount adds more. The guard stands in two places, and checks a request once: in front of the app, so that a
+refusal waits for nothing, and in front of each guarded endpoint, so that no other way leads there.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class BodyTooLarge(LoraMergeError):
 
 @dataclass(frozen=True)
 class Guard:
-    """Let a request through to a guarded endpoint, or answer it.
+    """Lets a request through to a guarded endpoint, or refuses it.
 
     Args:
-        failure: why the engine must be restarted, as soon as it must; its weight routes then say so.
+        failure: returns why the engine must be restarted, or None. Weight routes then answer 503.
     """
 
     limits: Limits
@@ -77,11 +77,11 @@ class Guard:
                     "weights are reached by HTTP routes only"
                 )
             handle = getattr(route.handle, "unguarded", route.handle)
-            guarded = _Covered(self, endpoint, handle)
+            guarded = _GuardedRoute(self, endpoint, handle)
             route.handle = guarded  # type: ignore[method-assign]  # every layout of routes ends in a call of it
 
     async def __call__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
-        """Answer a request that is refused; else run ``app``, and count the bytes of a body of unknown length."""
+        """Refuse a request, or run ``app`` and count the bytes of a body of unknown length."""
         if scope.get(_ADMITTED) == endpoint:
             await app(scope, receive, send)
             return
@@ -94,20 +94,20 @@ class Guard:
             await _refuse(send, *refused)
             return
         scope[_ADMITTED] = endpoint
-        counted = _Counted(receive, send, self.limits)
+        counted = _CountedBody(receive, send, self.limits)
         try:
             await app(scope, counted.receive, counted.send)
-        except Exception:  # what is in between wraps what `receive` raises
+        except Exception:  # middleware may have wrapped the error that `receive` raised
             if counted.refused is None or counted.answered:
                 raise
         if counted.refused is not None and not counted.answered:
-            if not endpoint.__module__.startswith(OWN_PACKAGE):  # ours write a line of the error that they met
+            if not endpoint.__module__.startswith(OWN_PACKAGE):  # the plugin's own endpoints have logged the error
                 _log(name, 413, counted.refused)
             await _refuse(send, 413, counted.refused)
 
 
 @dataclass(frozen=True)
-class _Covered:
+class _GuardedRoute:
     """A route's ``handle`` with the guard in front of it."""
 
     guard: Guard
@@ -119,7 +119,7 @@ class _Covered:
 
 
 class Gate:
-    """ASGI middleware in front of everything: refuses odd paths, and asks the guard where the router would lead.
+    """ASGI middleware in front of everything: refuses paths with control characters, and runs the guard for the others.
 
     Args:
         router: the app's; routes that are added later are seen.
@@ -147,12 +147,12 @@ class Gate:
         return matched_endpoint(self._router.routes, scope)
 
 
-class _Counted:
-    """A body whose length was not announced: reading it fails when it is over the limit.
+class _CountedBody:
+    """Counts a body whose length was not announced; reading it fails as soon as it is over the limit.
 
     Attributes:
-        refused: why, as soon as it is over.
-        answered: the endpoint began its answer before.
+        refused: why the body was refused; None while it is below the limit.
+        answered: the endpoint had begun its answer before that.
     """
 
     def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
@@ -169,7 +169,7 @@ class _Counted:
         return message
 
     async def send(self, message: Message) -> None:
-        """Drop an answer that others make of the error that `receive` raised."""
+        """Send an answer; drop one that other code has made of the error that `receive` raised."""
         if self.refused is None or self.answered:
             self.answered = True
             await self._send(message)

@@ -22,7 +22,7 @@ from server_patches.replicas import NoAnswer, Replicas, WorkersGone
 from server_patches.routes import MergeRoutes
 from server_patches.upload import Uploads
 from server_patches.upload_file import remove_leftovers
-from server_patches.version_header import VersionTeller
+from server_patches.version_header import VersionMiddleware
 from server_patches.worker_request import MergeReq
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.wire.schema import STATUS_ROUTE, UPDATE_ROUTE
@@ -32,7 +32,7 @@ def install(app: FastAPI, server_args: Any) -> MergeRoutes:
     """Add the routes to sglang's app, in front of its own route of the same path, and the guard around all of them.
 
     Raises:
-        LoraMergeError: a variable has no meaning; a route of ours is answered by another endpoint; a weight route of
+        LoraMergeError: a variable is invalid; another endpoint answers a route of the plugin; a weight route of
             sglang's is missing or cannot be guarded.
     """
     settings = settings_from()
@@ -44,7 +44,7 @@ def install(app: FastAPI, server_args: Any) -> MergeRoutes:
     router = routes.router()
     include_first(app, router)
     app.openapi = partial(described, app.openapi, router, UPDATE_ROUTE)  # type: ignore[method-assign]  # as FastAPI has it
-    app.add_middleware(VersionTeller)
+    app.add_middleware(VersionMiddleware)
     guard = Guard(limits_from(settings), lambda: async_scheduler_client.failure_reason)
     guard.cover(app.router)
     app.add_middleware(Gate, router=app.router, guard=guard)
@@ -72,7 +72,7 @@ def refusal_of(server_args: Any) -> str | None:
 
 
 async def ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
-    """Ask one replica; sglang's own fan-out returns only one replica's answer.
+    """Ask one replica. sglang's own fan-out would return only one replica's answer.
 
     Raises:
         NoAnswer: it did not answer.

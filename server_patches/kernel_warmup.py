@@ -1,4 +1,4 @@
-"""The merge kernel is compiled while the server starts, so that the first update does not wait for it."""
+"""Compile the merge kernel while the server starts, so that the first update does not wait for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _compile(device: torch.device, precision: Precision, weights: Collection[tor
                 for rank in RANKS:
                     compile_ahead(device, precision, weight, pair, rank)
         fingerprint_of(torch.zeros(1, device=device))  # last: every update merges, not every one is fingerprinted
-    except Exception as error:  # the first update will tell, if it is not better then
+    except Exception as error:  # the first update compiles what it needs, and reports an error that stays
         logger.warning("the merge kernel was not compiled ahead: %s", error)
     else:
         logger.info("the merge kernel is compiled: %.1f s in the background", time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""sglang's layer classes: how each one divides its weight into sections and shards, and what keeps it from a merge.
+"""sglang's layer classes: how each one divides its weight into sections and shards, and why a merge into it is refused.
 
 Shapes come from the attributes that sglang's own weight loaders use.
 """
@@ -6,7 +6,7 @@ Shapes come from the attributes that sglang's own weight loaders use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -31,11 +31,19 @@ from sgld_lora_merge.merge.spans import Span, take
 from sgld_lora_merge.merge.targets import CONVOLUTIONS, Target, features
 
 
+@dataclass(frozen=True)
 class LayerSection:
-    """One logical projection of a weight: its whole height, this rank's rows of it, and how many ranks hold them."""
+    """One logical projection of a weight.
 
-    def __init__(self, out_features: int, source: Span, replicas: int = 1) -> None:
-        self.out_features, self.source, self.replicas = out_features, source, replicas
+    Attributes:
+        out_features: rows of the whole projection.
+        source: this rank's rows of it.
+        replicas: how many ranks hold the same rows.
+    """
+
+    out_features: int
+    source: Span
+    replicas: int = 1
 
 
 Rows = list[tuple[int, Span] | tuple[int, Span, int]]
@@ -110,7 +118,7 @@ def local_rows(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def own_rows(targets: Sequence[Target], weight: DTensor) -> list[Target]:
-    """Cut the targets of a weight to the rows that FSDP has left on this rank; one that is elsewhere keeps no row."""
+    """Cut the targets of a weight to the rows that FSDP keeps on this rank; a target on other ranks gets no rows."""
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     mine = Span(offset[0], offset[0] + shape[0])
     shards = 1

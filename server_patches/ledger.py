@@ -8,7 +8,7 @@
     reset       it was live, until a reset, after which a rollback makes it live again, or until sglang loaded weights
     rolled back it was live, until a rollback
 
-The HTTP process keeps these books by names and digests. What a rank keeps of an open update is
+The HTTP process keeps this ledger by names and digests. What a rank keeps of an open update is
 `merge.staging.StagedPairs`.
 """
 
@@ -80,7 +80,7 @@ class NamedBucket:
 
 @dataclass
 class NamedUpdate:
-    """What is known of one ``update_id``."""
+    """The history of one ``update_id``."""
 
     count: int
     terms: Mapping[str, Any]
@@ -92,7 +92,7 @@ class NamedUpdate:
 
     def keep(self, index: int, digest: str, answer: dict[str, Any]) -> None:
         """Keep the answer to one of its requests; of a large answer, what a repeated request needs."""
-        kept, nbytes = _to_keep(answer)
+        kept, nbytes = _shortened_answer(answer)
         self.answers[index] = (digest, kept)
         self.nbytes += nbytes + len(digest) + len(str(self.terms))
 
@@ -106,7 +106,7 @@ class NamedUpdate:
 
     @property
     def modules(self) -> set[str]:
-        """Where it is live, or was."""
+        """The modules in which it is live, or was."""
         return {module for _, answer in self.answers.values() for module in answer.get("modules", ())}
 
     @property
@@ -118,7 +118,7 @@ class NamedUpdate:
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
     def is_live_within(self, modules: Collection[str]) -> bool:
-        """Whether it is live, and in none but these modules."""
+        """Return whether it is live, and in no modules other than these."""
         return self.state == "live" and self.modules <= set(modules)
 
     @property
@@ -127,7 +127,7 @@ class NamedUpdate:
 
 
 class Ledger:
-    """Every update of one engine by its id, the oldest forgotten first. At most one is open."""
+    """Keeps every update of one engine by its id, and forgets the oldest first. At most one is open."""
 
     def __init__(self) -> None:
         self.updates: OrderedDict[str, NamedUpdate] = OrderedDict()
@@ -211,7 +211,7 @@ class Ledger:
             return None
         if update is not None and COMMIT in update.answers and not update.is_taken_back:
             return update.answers[COMMIT][1]
-        raise ConflictError(f"update_id {update_id!r} cannot be committed: {_why_not(update)}")
+        raise ConflictError(f"update_id {update_id!r} cannot be committed: {_obstacle(update)}")
 
     def committed(self, update_id: str, answer: dict[str, Any]) -> None:
         update = self.updates[update_id]
@@ -251,20 +251,21 @@ class Ledger:
                 self._after_rollback = []
 
     def check_abort(self, update_id: str) -> None:
-        """
+        """Check that an update can be aborted.
+
         Raises:
             ConflictError: the update is not open.
         """
         update = self.updates.get(update_id)
         if update is None or not update.is_open:
-            raise ConflictError(f"update_id {update_id!r} cannot be aborted: {_why_not(update)}")
+            raise ConflictError(f"update_id {update_id!r} cannot be aborted: {_obstacle(update)}")
 
     def abandon(self, update_id: str, reason: str) -> None:
         update = self.updates[update_id]
         update.state, update.reason = "abandoned", reason
 
 
-def _to_keep(answer: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _shortened_answer(answer: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Return an answer to keep, and its size as JSON; of a large answer, ten of each list's names, cut short."""
     nbytes = len(json.dumps(answer))
     if nbytes <= KEPT_ANSWER_NBYTES:
@@ -281,8 +282,8 @@ def _cut(value: Any) -> Any:
     return value
 
 
-def _why_not(update: NamedUpdate | None) -> str:
-    """Return in words why an update cannot be committed or aborted."""
+def _obstacle(update: NamedUpdate | None) -> str:
+    """Return why an update cannot be committed or aborted, in words."""
     if update is None:
         return "no bucket of it has arrived"
     if update.state == "staging":

@@ -1,4 +1,4 @@
-"""The record as Prometheus text."""
+"""Write the engine's record as Prometheus text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Collector:
 
 
 def text(record: EngineRecord) -> bytes:
-    """Everything in the record, in Prometheus' exposition format."""
+    """Return everything in the record, in Prometheus' exposition format."""
     registry = CollectorRegistry()
     registry.register(_Collector(record))
     return generate_latest(registry)

@@ -12,11 +12,11 @@ from torch import nn
 
 from sgld_lora_merge.merge.spans import Span
 
-Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where something goes, and what
+Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # destination and source of each copy
 
 
 class HostWeights:
-    """`merge.module_view.Offloaded` of a module whose weights lie on the host, while it computes on a device.
+    """Implements `merge.module_view.Offloaded`: the weights lie on the host, and the module computes on a device.
 
     Args:
         module: the module; some of its weights may lie on the device all the same.
@@ -36,15 +36,15 @@ class HostWeights:
         self._turn = 0
         parked = [name for name in names if _manager(module, name) is None and weight(name).device.type != device.type]
         nbytes = max((weight(name).nbytes for name in parked), default=0)
-        self._way_back = _WayBack(nbytes, device) if nbytes else None
+        self._through_pinned = _CopyThroughPinned(nbytes, device) if nbytes else None
 
     def blank(self, name: str) -> torch.Tensor:
-        return _shaped(self._memory[self._turn], self._weight(name))
+        return _view_like(self._memory[self._turn], self._weight(name))
 
     @contextmanager
     def opened(self, name: str, rows: Sequence[Span]) -> Iterator[torch.Tensor]:
         live, manager = self._weight(name), _manager(self._module, name)
-        self._turn = 1 - self._turn  # what is in the other memory may be on its way to the host
+        self._turn = 1 - self._turn  # the other memory may still be copied to the host
         merged = self.blank(name)
         if manager is not None and sum(span.size for span in rows) < live.shape[0]:
             merged.copy_(live)  # the manager takes whole weights
@@ -54,21 +54,21 @@ class HostWeights:
                 raise RuntimeError(f"the offload manager did not take {name!r}")
             return
         parts = [(live[span.start : span.stop], merged[span.start : span.stop]) for span in rows]
-        if self._way_back is None or live.device.type == self.device.type:
+        if self._through_pinned is None or live.device.type == self.device.type:
             _copy(parts)
         else:
-            self._way_back.send(parts)
+            self._through_pinned.send(parts)
         # sglang keeps a host copy of what it may park, and would bring the old weight back
         parked: dict[str, torch.Tensor] = getattr(self._module, "_parked_non_layer_weights", {})
         parked.pop(name, None)
 
     def finish(self) -> None:
-        if self._way_back is not None:
-            self._way_back.finish()
+        if self._through_pinned is not None:
+            self._through_pinned.finish()
 
 
-class _WayBack:
-    """Merged weights to pageable memory, by way of pinned memory: while one is written there, the next is merged.
+class _CopyThroughPinned:
+    """Copies merged weights to pageable memory through pinned memory. While one is copied, the next is merged.
 
     A GPU copies into pageable memory far below its link's speed (benchmarks/results/sync.md).
     """
@@ -79,12 +79,12 @@ class _WayBack:
         self._waiting: tuple[torch.cuda.Event, Parts] | None = None
 
     def send(self, parts: Parts) -> None:
-        """Begin with a weight, and end with the one before."""
+        """Start the copy of one weight, and finish that of the weight before it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         start, arriving = 0, []
         with torch.cuda.stream(self._stream):
             for live, merged in parts:
-                place = _shaped(self._pinned[0][start:], live)
+                place = _view_like(self._pinned[0][start:], live)
                 place.copy_(merged, non_blocking=True)
                 arriving.append((live, place))
                 start += live.nbytes
@@ -100,7 +100,7 @@ class _WayBack:
             _copy(parts)
 
 
-def _shaped(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view_like(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
@@ -111,12 +111,12 @@ def _copy(parts: Parts) -> None:
 
 
 def is_layerwise(module: nn.Module) -> bool:
-    """Whether sglang streams this module's layers from the host."""
+    """Return whether sglang streams this module's layers from the host."""
     return bool(is_layerwise_offloaded_module(module))
 
 
 def host_weight(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The host buffer that holds a streamed weight; None for one that lies on the device."""
+    """Return the host buffer that holds a streamed weight; None for one that lies on the device."""
     manager = _manager(module, name)
     return None if manager is None else manager.get_cpu_weight(name)
 
@@ -128,7 +128,7 @@ def unpark(module: Any) -> None:
 
 
 def _manager(module: Any, name: str) -> Any:
-    """The offload manager that holds a weight; None where none does."""
+    """Return the offload manager that holds a weight; None where none does."""
     if not is_layerwise(module):
         return None
     return next((manager for manager in module.layerwise_offload_managers if manager.has_cpu_weight(name)), None)

@@ -1,4 +1,4 @@
-"""What the engine's OpenAPI schema says of our routes, which read their bodies themselves."""
+"""Describe the plugin's routes in the engine's OpenAPI schema; they parse their bodies themselves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """An operation whose body is this model in JSON."""
-    return {"requestBody": {"content": {"application/json": {"schema": _whole(model)}}}}
+    """Return an operation whose body is this model in JSON."""
+    return {"requestBody": {"content": {"application/json": {"schema": _inlined_schema(model)}}}}
 
 
 def file_body(query: type[BaseModel]) -> dict[str, Any]:
-    """An operation whose query is this model and whose body is a file."""
-    schema = _whole(query)
+    """Return an operation whose query is this model and whose body is a file."""
+    schema = _inlined_schema(query)
     required = schema.get("required", ())
     return {
         "parameters": [
@@ -29,15 +29,15 @@ def file_body(query: type[BaseModel]) -> dict[str, Any]:
 
 
 def described(original: Callable[[], dict[str, Any]], router: APIRouter, path: str) -> dict[str, Any]:
-    """The app's schema; what it says of a path is what our router does there, and not what sglang's would."""
+    """Return the app's schema, in which one path is described by the plugin's router and not by sglang's."""
     schema = original()
     own = get_openapi(title="", version="", routes=router.routes)
     schema["paths"][path] = own["paths"][path]
     return schema
 
 
-def _whole(model: type[BaseModel]) -> dict[str, Any]:
-    """The model's schema with what it refers to in place: a document has its definitions elsewhere."""
+def _inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the model's schema with each reference replaced by its definition."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -50,5 +50,5 @@ def _whole(model: type[BaseModel]) -> dict[str, Any]:
             return resolved(definitions[part["$ref"].rpartition("/")[2]])
         return {name: resolved(each) for name, each in part.items()}
 
-    whole: dict[str, Any] = resolved(schema)
-    return whole
+    inlined: dict[str, Any] = resolved(schema)
+    return inlined

@@ -1,4 +1,4 @@
-"""What a worker can be asked to do: one class for each request, run by `two_phase.TwoPhaseCommit`."""
+"""The operations of a worker: one class for each request. `two_phase.TwoPhaseCommit` runs them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def operation_of(req: MergeReq, rank: Rank, driver: TwoPhaseCommit) -> Operation
         return OPERATIONS[req.operation](rank, driver)
     if req.is_full_update:
         return FullUpdate(rank, driver)
-    return Update(rank, driver) if req.goes_live else StageBucket(rank, driver)
+    return LiveUpdate(rank, driver) if req.goes_live else StageBucket(rank, driver)
 
 
 class _OnRank:
-    """What most operations have in common."""
+    """Base class of the operations: it holds the rank and the driver."""
 
     agrees = True
 
@@ -54,7 +54,7 @@ class _OnRank:
 
 
 class _GoLive(_OnRank):
-    """An operation whose plan is written, and is live with that."""
+    """Base class of the operations that write a plan, which is live from then on."""
 
     def check_again(self, prepared: Plan) -> None:
         self._rank.check_plan(prepared)
@@ -63,7 +63,7 @@ class _GoLive(_OnRank):
         stats = self._driver.commit(prepared, context)
         losses = {part.module: stats[part.module].rounding_loss for part in prepared.modules if part.merged}
         try:
-            self._rank.remember(context, prepared)
+            self._rank.save_undo_point(context, prepared)
             self._settle(prepared, losses, context.req)
         except Exception as error:
             raise RanksDiverged(
@@ -74,23 +74,23 @@ class _GoLive(_OnRank):
         self._rank.timings |= {part.module: timings for part in prepared.modules}
         states = {part.module: self._rank.engine.state(part.module) for part in prepared.modules}
         done = self._sentence(prepared, states, context.req)
-        tells_kept = context.req.operation == "update"
-        return live_answer(self._rank.engine, prepared, stats, timings, done, tells_kept=tells_kept)
+        mention_kept = context.req.operation == "update"
+        return live_answer(self._rank.engine, prepared, stats, timings, done, mention_kept=mention_kept)
 
     def _settle(self, plan: Plan, losses: Mapping[str, float], req: MergeReq) -> None:
-        """Make what every rank has written the state of this one."""
+        """Record the written plan as this rank's state."""
         self._rank.engine.settle(plan, req.weight_version, losses)
         if req.update_id is not None:
             self._rank.staged = None  # live now, or abandoned by another update
         if self._rank.group.is_first:
-            self._rank.warnings.merged(losses)
+            self._rank.warnings.after_update(losses)
 
     def _sentence(self, plan: Plan, states: Mapping[str, ModuleState], req: MergeReq) -> str:
         return f"{plan.layers} LoRA layers are live"
 
 
-class Update(_GoLive):
-    """Make pairs live: a request by itself, or the last bucket of an update with those before it."""
+class LiveUpdate(_GoLive):
+    """Make pairs live: those of a single request, or those of the last bucket and of all buckets before it."""
 
     def prepare(self, context: RequestContext) -> Plan:
         updates = self._rank.read_updates(context)
@@ -159,7 +159,7 @@ class StageBucket(_OnRank):
         return staged, sum(map(len, known.values())), [layer for plan in plans for layer in plan.skipped]
 
     def apply(self, prepared: tuple[StagedPairs, int, list[str]], context: RequestContext) -> dict[str, Any]:
-        self._rank.remember(context)
+        self._rank.save_undo_point(context)
         self._rank.staged, layers, skipped = prepared
         req = context.req
         module = next(iter(req.target_modules or self._rank.staged.pairs))  # a file says by its names where it goes
@@ -174,10 +174,9 @@ class StageBucket(_OnRank):
 
 
 class FullUpdate(_OnRank):
-    """Run sglang's own full-weight update, opened on every rank before any rank writes.
+    """Run sglang's own full-weight update. Every rank opens its payload before any rank writes.
 
-    What it does to a rank's weights cannot be undone. But every rank's result is heard, so that a failure neither hangs
-    nor hides.
+    sglang's writes cannot be undone. The ranks still gather every result, so that all of them report a failure of one.
     """
 
     def prepare(self, context: RequestContext) -> Mapping[str, NamedTensors]:
@@ -213,8 +212,8 @@ class Verify(_OnRank):
         return compare_layers(prepared, self._rank.group)
 
 
-class Status(_OnRank):
-    """Say how this rank is; every answer does."""
+class ReportStatus(_OnRank):
+    """Report this rank's state, which every answer contains."""
 
     agrees = False
 
@@ -223,7 +222,7 @@ class Status(_OnRank):
 
 
 class Resolve(_OnRank):
-    """Say where layers would land."""
+    """Report where layers would land."""
 
     agrees = False
 
@@ -243,7 +242,7 @@ class Abort(_OnRank):
 
 
 class Undo(_OnRank):
-    """Take back this replica's part of a change that another replica has refused."""
+    """Undo this replica's part of a change that another replica has refused."""
 
     agrees = False
 
@@ -257,7 +256,7 @@ OPERATIONS: Mapping[str, type[_OnRank]] = {
     "reset": Reset,
     "rollback": Rollback,
     "verify": Verify,
-    "status": Status,
+    "status": ReportStatus,
     "resolve": Resolve,
     "abort": Abort,
     "undo": Undo,

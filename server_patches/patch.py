@@ -64,7 +64,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def stop(sentence: str) -> NoReturn:
-    """End this process: an engine that serves without the plugin would train nothing and say nothing.
+    """End this process: an engine without the plugin would ignore updates silently.
 
     ``SystemExit``, because sglang logs a plugin's other exceptions and starts without it.
     """

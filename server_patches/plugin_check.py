@@ -18,14 +18,14 @@ NAME = "sgld_lora_merge"
 
 
 def check_plugin() -> dict[str, str | None]:
-    """Return sglang's ``version``, and for ``sglang`` and ``plugin`` what to do, or None where all is well."""
+    """Return sglang's ``version``, and for ``sglang`` and ``plugin`` the problem and what to do, or None."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
         found = None
     try:
         problem = check_version()
-    except LoraMergeError as error:  # a variable, at which the plugin stops the start
+    except LoraMergeError as error:  # a variable of the environment, which would stop the start
         return {"version": found, "sglang": None, "plugin": str(error)}
     return {"version": found, "sglang": problem, "plugin": _plugin() if problem is None else None}
 

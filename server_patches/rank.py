@@ -13,7 +13,7 @@ from server_patches.request_context import RequestContext
 from server_patches.request_reader import RequestReader
 from server_patches.run_warnings import RunWarnings
 from server_patches.worker_request import MergeReq
-from server_patches.worker_status import how_it_is_held, snapshot
+from server_patches.worker_status import merge_state_of, snapshot
 from sgld_lora_merge.errors import ConflictError
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, ModuleUpdate, Plan
 from sgld_lora_merge.merge.staging import StagedPairs
@@ -21,8 +21,8 @@ from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
 
 @dataclass(frozen=True)
-class Before:
-    """What a change can be taken back to, until the next change.
+class UndoPoint:
+    """The state that an undo restores, until the next change.
 
     Attributes:
         plan: what was written; None where no weights were.
@@ -43,12 +43,12 @@ class Rank:
         states: the modules, and what sglang is doing with them.
         reader: makes pairs of requests.
         group: the ranks that serve one request together.
-        max_staged_bytes: of one update's buckets.
-        warnings: what was said once about this run.
-        staged: an update of which buckets have come.
+        max_staged_bytes: limit for the buckets of one update.
+        warnings: the warnings that this run has had already.
+        staged: the open update, of which buckets have come; None where there is none.
         timings: of the last update of each module, milliseconds by stage.
         failed: why the engine must be restarted; None where it need not.
-        before: what an undo goes back to.
+        undo_point: the state that an undo restores; None where nothing can be undone.
     """
 
     gpu_worker: Any
@@ -60,7 +60,7 @@ class Rank:
     staged: StagedPairs | None = None
     timings: dict[str, Mapping[str, float]] = field(default_factory=dict)
     failed: str | None = None
-    before: Before | None = None
+    undo_point: UndoPoint | None = None
 
     @property
     def engine(self) -> MergeEngine:
@@ -69,13 +69,13 @@ class Rank:
     def check_alive(self) -> None:
         """
         Raises:
-            RanksDiverged: this rank has failed before. It says so in every agreement, or the others would wait for it.
+            RanksDiverged: this rank has failed before. Every agreement reports it, so that no rank waits for this one.
         """
         if self.failed is not None:
             raise RanksDiverged(self.failed)
 
     def check_plan(self, plan: Plan) -> None:
-        """Check that a plan of an earlier request can be written now, and bring its weights to where it writes.
+        """Check that a plan of an earlier request can be written now, and restore the parameters that it writes.
 
         Raises:
             ConflictError: the engine is asleep, or an adapter of sglang's own is in force.
@@ -83,16 +83,16 @@ class Rank:
         self.states.prepare([part.module for part in plan.modules])
 
     def read_updates(self, context: RequestContext) -> list[ModuleUpdate]:
-        """Read this rank's payload, or the uploaded file, to pairs by module."""
+        """Read this rank's payload, or the uploaded file, into pairs by module."""
         staged = self.staged_for(context.req).pairs if context.req.update_id is not None else {}
         self.states.prepare([*self.reader.modules(context.req), *staged])
         return self.reader.updates(context)
 
     def staged_for(self, req: MergeReq) -> StagedPairs:
-        """Return what is staged of a request's update; another update's buckets are abandoned by it.
+        """Return the staged buckets of a request's update: none where another update or no update is staged.
 
         Raises:
-            ConflictError: buckets of it were accepted, and are gone.
+            ConflictError: buckets of the update were accepted before, and are gone.
         """
         if self.staged is not None and self.staged.update_id == req.update_id:
             return self.staged
@@ -115,25 +115,25 @@ class Rank:
             if module not in named
         ]
 
-    def remember(self, context: RequestContext, plan: Plan | None = None) -> None:
+    def save_undo_point(self, context: RequestContext, plan: Plan | None = None) -> None:
         """Keep the present state for an undo, just before one replica of several changes it."""
         if context.req.step == "finish":
             states = {name: replace(state) for name, state in self.engine.states.items()}
-            self.before = Before(states, self.staged, dict(self.timings), plan)
+            self.undo_point = UndoPoint(states, self.staged, dict(self.timings), plan)
 
-    def restore(self, before: Before) -> None:
-        """Make a remembered state the present one; its weights are written already."""
-        if before.plan is not None:
-            self.engine.states = dict(before.states)
-        self.staged, self.timings = before.staged, dict(before.timings)
+    def restore(self, undo_point: UndoPoint) -> None:
+        """Restore the state of an undo point, after its weights have been written back."""
+        if undo_point.plan is not None:
+            self.engine.states = dict(undo_point.states)
+        self.staged, self.timings = undo_point.staged, dict(undo_point.timings)
 
     def snapshot(self) -> dict[str, Any]:
         """Return every module as the status route shows it."""
-        return snapshot(self.engine, {name: self._word_of(name) for name in self.states.modules()}, self.timings)
+        return snapshot(self.engine, {name: self._state_word(name) for name in self.states.modules()}, self.timings)
 
-    def _word_of(self, module: str) -> str:
+    def _state_word(self, module: str) -> str:
         if self.failed is not None:
             return "failed"
         if self.staged is not None and module in self.staged.pairs:
             return "staging"
-        return how_it_is_held(self.engine, module)
+        return merge_state_of(self.engine, module)

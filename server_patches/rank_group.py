@@ -1,4 +1,4 @@
-"""The ranks of one replica as a group: every rank hears every other one, within a time limit."""
+"""The ranks of one replica as a group: gather a value of every rank, within a time limit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 
 class RankTimeout(Exception):
-    """A rank did not take part in time; the ranks can no longer be kept together."""
+    """A rank did not take part in time, so the ranks can no longer agree."""
 
 
 class Replica(Protocol):
-    """What is needed of sglang's group coordinator."""
+    """The part of sglang's group coordinator that is used here."""
 
     cpu_group: Any
     world_size: int
@@ -57,22 +57,22 @@ class RankGroup:
         return self.rank == 0
 
     def gather(self, mine: Result, context: str = "") -> list[Result]:
-        """Return what every rank has, in rank order. A collective: each rank enters once, whatever it met before.
+        """Gather a value from every rank, in rank order. A collective: every rank must call it, also after a failure.
 
         Args:
-            context: what the message of a failure adds.
+            context: text that the message of a failure ends with.
 
         Raises:
             RanksDiverged: a rank did not come in time.
         """
         try:
             return gather(mine, self._replica, self._timeout_s)
-        except Exception as error:  # whatever it is: this rank has not heard the others, nor they it
+        except Exception as error:  # whatever the cause, the ranks do not know each other's results
             cause = error if isinstance(error, RankTimeout) else f"{type(error).__name__}: {error}"
             raise RanksDiverged(f"{cause}{context}. The ranks have lost each other: restart the engine") from error
 
     def gather_results(self, mine: RankResult, *, written: bool = False) -> list[RankResult]:
-        """Gather how a phase ended on each rank; ``written``: the phase may have changed weights."""
+        """Gather each rank's result of a phase; ``written``: the phase may have changed weights."""
         own = f"; this rank: {summarise(mine.faults)}" if mine.faults else ""
         return self.gather(mine, f"{own}; the ranks may hold different weights" if written else own)
 
@@ -88,7 +88,7 @@ class RankGroup:
 
 
 def attempt(work: Callable[[], Result]) -> tuple[RankResult, Result | None]:
-    """Run ``work``; return how it ended and its result. It never raises, since other ranks wait for this one."""
+    """Run ``work``; return its outcome and its result. Never raise, since other ranks wait for this one."""
     try:
         return RankResult(), work()
     except Exception as error:

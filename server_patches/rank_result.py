@@ -1,4 +1,4 @@
-"""What one rank tells the others after a phase, and what follows from all of it."""
+"""The result of one phase on one rank, and what the results of all ranks mean together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RankResult:
         reason: the word under which the failure is counted.
         faults: one sentence each.
         opened: whether this rank has opened its payload.
-        digest: of what this rank was sent; equal where all ranks were sent the same.
-        stats: by module, after a commit.
+        digest: digest of what this rank was sent; equal where all ranks were sent the same.
+        stats: merge statistics by module, after a commit.
     """
 
     status: int = 0
@@ -56,7 +56,8 @@ def result_of(error: Exception) -> RankResult:
 
 
 def raise_if_rejected(results: Sequence[RankResult]) -> None:
-    """
+    """Raise if any rank failed.
+
     Raises:
         RejectedByRank: any rank failed.
     """

@@ -2,7 +2,7 @@
 
     prepare   every replica plans, and keeps the plan; nothing that is live changes
     finish    every replica writes its plan
-    undo      after a failure: plans are dropped, and what was written is taken back, history included
+    undo      after a failure: plans are dropped, and what was written is undone, history included
 
 With a single replica each change is one request, as its ranks agree among themselves.
 """
@@ -20,7 +20,7 @@ from sgld_lora_merge.errors import LoraMergeError
 
 Output = dict[str, Any]
 
-# they write nothing, and cannot fail by what the others make of them
+# they write no weights, so the replicas need not agree on them
 _ONE_STEP = ("status", "verify", "resolve", "abort")
 _DIFFERENT = {
     "status": 400,
@@ -33,7 +33,7 @@ _COMPARED = ("state", "weight_version", "versions", "layers", "rank", "scale", "
 
 
 class NoAnswer(LoraMergeError):
-    """The workers were asked and did not answer; what they did is not known."""
+    """The workers did not answer; whether they did what was asked is not known."""
 
     reason = "no_answer"
 
@@ -46,7 +46,7 @@ class WorkersGone(NoAnswer):
 
 
 class Replicas:
-    """Asks every replica and answers for all of them.
+    """Asks every replica, and joins their outputs into one.
 
     Args:
         ask_one: sends a request to one replica and returns its rank 0's output; raises `NoAnswer`.
@@ -60,26 +60,26 @@ class Replicas:
     async def ask(self, req: MergeReq) -> Output:
         """Return one output for all replicas: a success is one everywhere, and anything else has changed none.
 
-        ``failed`` in it says that a replica could not take back what another one refused.
+        ``failed`` in it says that a replica could not undo what another one refused.
 
         Raises:
             NoAnswer: from one of them; nothing has changed.
         """
         if self._count == 1 or req.operation in _ONE_STEP:
-            return joined(await self._ask_all(req))
+            return join_outputs(await self._ask_all(req))
         prepared = await self._ask_all(replace(req, step="prepare"))
         if _all_succeeded(prepared) and len({output["digest"] for output in prepared}) > 1:
             prepared = [{**output, **_DIFFERENT} for output in prepared]
         if not _all_succeeded(prepared):
-            return joined(prepared) | _state_of(await self._ask_all(MergeReq([], operation="undo")))
+            return join_outputs(prepared) | _joined_state(await self._ask_all(MergeReq([], operation="undo")))
         try:
             finished = await self._ask_all(req.finish())
         except NoAnswer as error:
-            failure = joined(prepared) | {"status": error.status, "reason": error.reason, "message": str(error)}
+            failure = join_outputs(prepared) | {"status": error.status, "reason": error.reason, "message": str(error)}
         else:
             if _all_succeeded(finished):
-                return joined(finished)
-            failure = joined(finished)
+                return join_outputs(finished)
+            failure = join_outputs(finished)
             if req.is_full_update:  # sglang's own, which cannot be taken back
                 written = [number for number, output in enumerate(finished) if output["status"] == 200]
                 return failure | {"message": f"{failure['message']}; the new weights are on the replicas {written}"}
@@ -94,11 +94,11 @@ class Replicas:
         return [output for output in outputs if not isinstance(output, BaseException)]
 
     async def _undo(self, why: str) -> Output:
-        """Take back what any replica has written; return what the answer then says of it."""
+        """Undo what any replica has written; return the fields that the answer gets by that."""
         state: Output = {}
         try:
             undone = await self._ask_all(MergeReq([], operation="undo"))
-            state = _state_of(undone)
+            state = _joined_state(undone)
             if _all_succeeded(undone):
                 return state
             problem = _failures(undone)
@@ -109,7 +109,7 @@ class Replicas:
         return state | failure | {"message": failed, "failed": failed}
 
 
-def joined(outputs: Sequence[Output]) -> Output:
+def join_outputs(outputs: Sequence[Output]) -> Output:
     """Join the outputs of all replicas: the worst status, all messages, every rank's payload, the slowest times."""
     worst = max(outputs, key=lambda output: output["status"])
     answer = {**worst, "payload_opened": [opened for output in outputs for opened in output["payload_opened"]]}
@@ -120,8 +120,8 @@ def joined(outputs: Sequence[Output]) -> Output:
             stage: max(output["timings_ms"][stage] for output in outputs) for stage in worst["timings_ms"]
         }
     if "mismatched" in worst:
-        answer |= _verified(outputs)
-    return answer | _state_of(outputs)
+        answer |= _join_verified(outputs)
+    return answer | _joined_state(outputs)
 
 
 def differing(snapshots: Sequence[Mapping[str, Any]]) -> str | None:
@@ -138,8 +138,8 @@ def differing(snapshots: Sequence[Mapping[str, Any]]) -> str | None:
     return f"the replicas differ: {'; '.join(wrong)}. POST /lora_merge/reset brings them together"
 
 
-def _state_of(outputs: Sequence[Output]) -> Output:
-    """Return what the record takes in: replica 0's modules, and whether the others have the same."""
+def _joined_state(outputs: Sequence[Output]) -> Output:
+    """Return the state for the record: replica 0's modules, and whether the others have the same."""
     return {
         "snapshot": outputs[0]["snapshot"],
         "failed": next((output["failed"] for output in outputs if output["failed"] is not None), None),
@@ -150,7 +150,7 @@ def _state_of(outputs: Sequence[Output]) -> Output:
     }
 
 
-def _verified(outputs: Sequence[Output]) -> Output:
+def _join_verified(outputs: Sequence[Output]) -> Output:
     """Join answers to a verify: a layer is right if it is right on every replica."""
     mismatched = list(dict.fromkeys(layer for output in outputs for layer in output["mismatched"]))
     messages = {output["message"] for output in outputs}

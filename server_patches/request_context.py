@@ -1,4 +1,4 @@
-"""What is known of one request while a rank works on it."""
+"""The context of one request on one rank: its clock, its opened payloads and what was sent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sgld_lora_merge.merge.fingerprint import SentUpdates
 
 
 class RequestContext:
-    """A request, the time of its stages, and what became of its payloads.
+    """Holds a request, the times of its stages, and which payloads were opened.
 
     Attributes:
         req: the request.
         opened: whether this rank has opened its payload.
-        opened_by_rank: the same of every rank, as far as this rank has heard.
+        opened_by_rank: the same for every rank; False for a rank whose result has not been gathered.
         sent: what this rank was sent, which the other ranks must have been sent too; None for requests without pairs.
             It may refer to the sender's memory.
-        digest: of that, for other replicas; set where there are some.
+        digest: digest of ``sent``, which other replicas compare; "" where there are none.
     """
 
     def __init__(self, req: MergeReq, ranks: int) -> None:
@@ -33,7 +33,7 @@ class RequestContext:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a stage."""
+        """Add the time that a block takes to a stage."""
         started = time.perf_counter()
         try:
             yield

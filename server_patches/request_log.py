@@ -1,4 +1,4 @@
-"""One line of JSON in the log for every request about weights, whatever became of it."""
+"""Write one line of JSON for every request about weights, whether it succeeded or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FROM_ANSWER = ("state", "layers", "rounding_loss", "timings_ms")
 
 @dataclass
 class LogEntry:
-    """What is known of one request beside its answer; filled in as it becomes known.
+    """What the log says of one request besides its answer; the request's code fills it in.
 
     Attributes:
         event: "update", "upload", "commit", "abort", "reset", "rollback" or "verify"; of a request that the guard
@@ -20,7 +20,7 @@ class LogEntry:
         update_id: of the update that it belongs to.
         weight_version: that it would make live.
         nbytes: of its body.
-        repeated: the answer is the one that the same body got before, and nothing was done.
+        repeated: the same body came before; its answer was given again and nothing was done.
         reason: the word under which its failure is counted.
     """
 
@@ -32,12 +32,12 @@ class LogEntry:
     reason: str | None = None
 
     def count(self, nbytes: int) -> None:
-        """So many bytes of the body have come."""
+        """Record how many bytes of the body have come."""
         self.nbytes = nbytes
 
 
 def line(entry: LogEntry, status: int, answer: dict[str, Any]) -> str:
-    """The entry and what was answered; null is what the request or its failure has no value for."""
+    """Return the line for an entry and its answer; a field without a value is null."""
     return json.dumps(
         {
             "event": entry.event,
@@ -55,5 +55,5 @@ def line(entry: LogEntry, status: int, answer: dict[str, Any]) -> str:
 
 
 def _cut(text: str | None, limit: int = NAME_CHARACTERS) -> str | None:
-    """A caller's text, cut; JSON escapes what would end a line or move a cursor."""
+    """Cut a caller's text; JSON escapes what would end a line or move a cursor."""
     return text if text is None or len(text) <= limit else f"{text[: limit - 3]}..."

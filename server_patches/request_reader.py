@@ -41,11 +41,11 @@ class RequestReader:
         return routes_of(type(self._states.modules().get(DEFAULT_MODULE)), self._families)
 
     def modules(self, req: MergeReq) -> list[str]:
-        """Return the modules that a request may be for, before its names are known."""
+        """Return the modules that a request may be for, before the names of its tensors are read."""
         return req.target_modules or [DEFAULT_MODULE, *self.routes.values()]
 
     def updates(self, context: RequestContext) -> list[ModuleUpdate]:
-        """Read pairs by module; what is wrong with pairs is in the updates.
+        """Read the pairs of every module. Faults of pairs are in the updates, not raised.
 
         Raises:
             RequestError: the payload cannot be read.
@@ -117,10 +117,10 @@ class RequestReader:
 def _named_tensors(
     context: RequestContext, modules: Sequence[str], routed: Collection[str] = ()
 ) -> Mapping[str, NamedTensors]:
-    """Read what this rank's payload holds for each module; its bytes are those that the sender has fingerprinted.
+    """Read this rank's payload by module, and check its bytes against the sender's fingerprint.
 
     Raises:
-        RequestError: the payload cannot be read, or its bytes are others.
+        RequestError: the payload cannot be read, or its fingerprint differs.
     """
     req = context.req
     place = _own_place(req)
@@ -138,7 +138,7 @@ def _named_tensors(
 
 
 def _content(payload: str, context: RequestContext) -> Any:
-    """Open a payload by our own unpickler: sglang's has no limits of memory, and imports by name.
+    """Open a payload with the plugin's own unpickler: sglang's has no memory limit, and imports by name.
 
     Where a request has fewer payloads than there are ranks, several ranks read one, and the first rank releases it.
     """
@@ -154,7 +154,7 @@ def _content(payload: str, context: RequestContext) -> Any:
 
 
 def _own_place(req: MergeReq) -> int:
-    """Return which payload this rank reads: by GPU where the request says so, else by rank.
+    """Return the index of the payload that this rank reads: by GPU where the request names GPUs, else by rank.
 
     Raises:
         RequestError: there is none for it.

@@ -1,4 +1,4 @@
-"""The resolve route's work: where layers would land, in the sender's names; nothing is read and nothing is written."""
+"""Find where layers would land, by the sender's names. No weight is read or written."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sgld_lora_merge.merge.targets import CannotLand
 def resolve(
     layers: Mapping[str, Iterable[str]], routes: Mapping[str, str], views: Mapping[str, ModuleView]
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Module -> layer prefix -> its place, or why it has none.
+    """Return module -> layer prefix -> its place, or why it has none.
 
-    A place is the module, the layer's name there without a route's prefix, the name of the weight, which sections of it
-    (none for all of it), the shape that ``lora_B @ lora_A`` must have, the weight's dtype, and whether it is merged or
-    gets a low-rank branch.
+    A place has the module, the layer's name there without a route's prefix, the name of the weight, the sections of it
+    (none for the whole weight), the shape that ``lora_B @ lora_A`` must have, the weight's dtype, and whether it is
+    merged or gets a low-rank branch.
 
     Args:
         layers: module -> layer prefixes in the sender's names, with the prefix of a route or without.
         routes: prefix -> module.
 
     Raises:
-        RequestError: modules that are not there.
+        RequestError: a module does not exist.
     """
     if unknown := [module for module in layers if module not in views]:
         raise RequestError(f"no module {name_some(unknown)} here; there are {name_some(sorted(views))}")

@@ -1,4 +1,4 @@
-"""The routes: each one reads a request, asks the coordinator, and leaves one line in the log."""
+"""The routes: each one reads a request, asks the coordinator, and writes one line to the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import Up
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
 from server_patches import metrics
-from server_patches.answers import Answer, error_answer, refused
+from server_patches.answers import Answer, error_answer, refused_answer
 from server_patches.coordinator import Coordinator
 from server_patches.ledger import NamedBucket
 from server_patches.openapi import file_body, json_body
@@ -58,10 +58,10 @@ class MergeRoutes:
     """All routes of one server process.
 
     Attributes:
-        coordinator: brings changes to the workers.
+        coordinator: sends changes to the workers.
 
     Args:
-        uploads: those that arrive.
+        uploads: receives the files of uploads.
     """
 
     def __init__(self, coordinator: Coordinator, uploads: Uploads | None = None) -> None:
@@ -182,7 +182,7 @@ class MergeRoutes:
                 entry.nbytes = sum(map(len, req.serialized_named_tensors))
                 return await self.coordinator.update(req, None, entry, [])
             except LoraMergeError as error:
-                return refused(error, entry, payloads=0)
+                return refused_answer(error, entry, payloads=0)
 
         status, answer = await self._logged(LogEntry("update"), work)
         return OutputBatch(output=answer, error=None if status == 200 else answer["message"])
@@ -199,7 +199,7 @@ class MergeRoutes:
         record = self.coordinator.record
         try:
             status, answer = await work(entry)
-        except Exception as error:  # the guard's limit of a body, or a fault of ours: neither ends without its line
+        except Exception as error:  # a body over the guard's limit, or a fault of the plugin: both get their line too
             cause = _innermost(error)
             status = getattr(cause, "status", 500)
             entry.reason = getattr(cause, "reason", "engine")
@@ -223,7 +223,7 @@ class MergeRoutes:
             bucket = NamedBucket.of_update(update, body)
             return await self.coordinator.update(to_workers(update), bucket, entry, ignored)
         except LoraMergeError as error:
-            return refused(error, entry, payloads)
+            return refused_answer(error, entry, payloads)
 
     async def _upload(self, request: Request, entry: LogEntry) -> Answer:
         try:
@@ -234,7 +234,7 @@ class MergeRoutes:
                 bucket = NamedBucket.of_upload(query, upload.digest)
                 return await self.coordinator.update(from_upload(query, upload.path), bucket, entry, ignored)
         except LoraMergeError as error:
-            return refused(error, entry, payloads=0)
+            return refused_answer(error, entry, payloads=0)
 
     async def _act(
         self,
@@ -258,7 +258,7 @@ class MergeRoutes:
 
 
 def _expectations(fields: VerifyRequest) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what each layer should be, by module.
+    """Return the expected values of each layer, by module.
 
     Raises:
         RequestError: a layer has both kinds of expectation or none, or there is no layer.
@@ -278,7 +278,7 @@ def _expectations(fields: VerifyRequest) -> dict[str, dict[str, dict[str, Any]]]
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return what the middleware in between has wrapped, one group around another."""
+    """Return the error inside the exception groups that middleware has put around it."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

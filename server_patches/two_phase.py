@@ -1,12 +1,12 @@
 """The one driver of operations, for ranks and for replicas.
 
     prepare   every rank runs `Operation.prepare`, which reads and may refuse; an exception becomes a `RankResult`
-    agree     all ranks hear all results; if one failed, or the ranks were sent different updates, nothing is written
+    agree     all ranks gather all results; if one failed, or they were sent different updates, nothing is written
     apply     every rank runs `Operation.apply`, which writes
     agree     `commit` ends with a second agreement: if one rank failed or a result overflowed, all go back to before
 
 An engine with several replicas gets ``prepare`` and ``finish`` (apply) as two requests, and ``undo`` where another
-replica fails; what was prepared waits here in between. Requests run one at a time in the scheduler's loop, so nothing
+replica fails. In between, the prepared plan waits here. Requests run one at a time in the scheduler's loop, so nothing
 interleaves with a generation.
 """
 
@@ -74,11 +74,11 @@ class TwoPhaseCommit:
         return RequestContext(req, self._group.size)
 
     def forget(self) -> None:
-        """Drop what was prepared, and what an undo would go back to: the weights have changed by another road."""
-        self._waiting = self._rank.before = None
+        """Drop the prepared plan and the undo point: something else has changed the weights."""
+        self._waiting = self._rank.undo_point = None
 
     def run(self, operation: Operation, context: RequestContext) -> dict[str, Any]:
-        """Run an operation as far as its request's step says; return its answer.
+        """Run the step of an operation that its request asks for; return its answer.
 
         Raises:
             LoraMergeError: it was refused or failed; on every rank alike where the ranks agree.
@@ -109,8 +109,8 @@ class TwoPhaseCommit:
         return operation.apply(prepared, context)
 
     def undo(self, context: RequestContext) -> None:
-        """Take back this replica's part of a change that another replica has refused."""
-        before = self._rank.before
+        """Undo this replica's part of a change that another replica has refused."""
+        before = self._rank.undo_point
         self.forget()
         if before is None:
             return
@@ -123,14 +123,14 @@ class TwoPhaseCommit:
         """Run read-only ``work`` on every rank; return its result only if all ranks succeeded.
 
         Raises:
-            RejectedByRank: with what was wrong on any rank.
+            RejectedByRank: any rank failed; the message has the faults of all ranks.
             RequestError: the ranks were sent different updates.
             RanksDiverged: a rank did not come in time, or says that it has failed before.
         """
 
         def work_and_digest() -> tuple[Result, str]:
             result = work()
-            return result, self._digest(context)  # which may fail, and then is this rank's fault like any other
+            return result, self._digest(context)  # a failure of the digest is a fault of this rank like any other
 
         outcome, done = attempt(work_and_digest)
         outcome = replace(outcome, opened=context.opened, digest="" if done is None else done[1])
@@ -146,7 +146,7 @@ class TwoPhaseCommit:
         return done[0]
 
     def commit(self, plan: Plan, context: RequestContext) -> dict[str, MergeStats]:
-        """Write a plan on every rank; return what the merges of all ranks counted, by module.
+        """Write a plan on every rank; return the merge statistics of all ranks together, by module.
 
         Raises:
             RejectedByRank: a rank failed, or a result overflowed; all ranks have what they had before.
@@ -156,7 +156,7 @@ class TwoPhaseCommit:
             with context.stage("merge"):
                 with self._rank.states.weights_change(plan):
                     finish = self._rank.engine.begin(plan)
-                stats = finish()  # a GPU merges while caches are dropped
+                stats = finish()  # the GPU merges while the caches are emptied
             faults = tuple(
                 f"{module}: {each.non_finite} elements of the merged weight are not finite in its dtype"
                 for module, each in stats.items()
@@ -202,10 +202,10 @@ class TwoPhaseCommit:
         return context.sent.digest if context.sent is not None and self._group.size > 1 else ""
 
     def _refuse_differences(self, context: RequestContext) -> None:
-        """Find out whether the ranks were sent different updates, or the same one in another packing.
+        """Refuse the request if the ranks were sent different updates. The same update in another packing passes.
 
         Raises:
-            RequestError: they were; it names every layer that differs.
+            RequestError: they were; the message names the layers that differ.
         """
         sent = context.sent
         faults = differences(self._group.run(lambda: {} if sent is None else sent.prints))

@@ -1,11 +1,11 @@
-"""The body of an upload, streamed into a private file that the workers of this machine can map.
+"""Stream the body of an upload into a private file that the workers of this machine can map.
 
     place     at most so many uploads at once; another one waits its turn, without a file
     receive   the body goes to the file as it comes; one that is too slow or too much is cut
     yield     the caller has the file until its context ends
 
-The most idle place is the cheapest to take: while others wait, an upload that is silent for a twelfth of the time limit
-is cut. An honest one behind many that are open and idle is then through soon.
+While others wait for a place, an upload that is silent for a twelfth of the time limit is cut. An honest upload that
+comes after many idle ones therefore does not wait long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATIENCE = 1 / 12  # of the time limit: how long an upload may be silent while 
 
 
 @dataclass(frozen=True)
-class Upload:
+class ReceivedUpload:
     """A received body.
 
     Attributes:
@@ -60,21 +60,21 @@ class UploadTooSlow(UploadCut):
 
 
 class TooManyUploads(LoraMergeError):
-    """Others have all places, or all bytes."""
+    """Other uploads have all places, or all bytes."""
 
     status = 429
     reason = "busy"
 
 
 class UploadTooLarge(LoraMergeError):
-    """The body alone is over the limit for all."""
+    """This body alone is over the limit for all uploads together."""
 
     status = 413
     reason = "too_large"
 
 
 class Uploads:
-    """All uploads of this process, within their limits.
+    """Receives all uploads of this process within their limits.
 
     Args:
         count: how many have a place at once.
@@ -92,32 +92,32 @@ class Uploads:
         self._places = asyncio.Semaphore(count)
         self._waiting = 0
         self._nbytes = 0  # in files
-        self._arriving: set[_Pace] = set()
+        self._arriving: set[_Deadline] = set()
 
     @asynccontextmanager
     async def received(
         self, chunks: AsyncIterator[bytes], count: Callable[[int], None] = lambda _: None
-    ) -> AsyncIterator[Upload]:
+    ) -> AsyncIterator[ReceivedUpload]:
         """Write the chunks to a file as they come; the whole body is never in this process's memory.
 
         Args:
-            count: told the bytes so far, after each chunk.
+            count: called with the bytes so far, after each chunk.
 
         Raises:
-            TooManyUploads: no place became free in time, or the bodies of all are too much.
-            UploadTooLarge: this one alone is too much.
+            TooManyUploads: no place became free in time, or all bodies together are too large.
+            UploadTooLarge: this body alone is too large.
             UploadTooSlow: too little of it came in time.
             UploadCut: the client went away.
             LoraMergeError: there is no room for it.
         """
         await self._take_place()
-        pace = _Pace(self._idle_s, lambda: self._waiting > 0)
+        deadline = _Deadline(self._idle_s, lambda: self._waiting > 0)
         try:
             with private_file() as (descriptor, path):
-                digest = await self._receive(chunks, pace, descriptor, count)
-                yield Upload(path, pace.nbytes, digest)
+                digest = await self._receive(chunks, deadline, descriptor, count)
+                yield ReceivedUpload(path, deadline.nbytes, digest)
         finally:
-            self._nbytes -= pace.nbytes
+            self._nbytes -= deadline.nbytes
             self._places.release()
 
     async def _take_place(self) -> None:
@@ -125,8 +125,8 @@ class Uploads:
         self._waiting += 1
         try:
             if self._places.locked():
-                for pace in self._arriving:
-                    pace.reschedule()
+                for deadline in self._arriving:
+                    deadline.reschedule()
             async with asyncio.timeout(self._idle_s):
                 await self._places.acquire()
         except TimeoutError as error:
@@ -138,30 +138,30 @@ class Uploads:
             self._waiting -= 1
 
     async def _receive(
-        self, chunks: AsyncIterator[bytes], pace: _Pace, descriptor: int, count: Callable[[int], None]
+        self, chunks: AsyncIterator[bytes], deadline: _Deadline, descriptor: int, count: Callable[[int], None]
     ) -> str:
-        """Write a whole body to a file; its sha256."""
+        """Write a whole body to a file; return its sha256."""
         hasher = hashlib.sha256()
-        self._arriving.add(pace)
+        self._arriving.add(deadline)
         try:
-            async with pace.limit:
-                pace.reschedule()
+            async with deadline.limit:
+                deadline.reschedule()
                 async for chunk in chunks:
                     self._nbytes += len(chunk)
-                    pace.came(len(chunk))
-                    count(pace.nbytes)
-                    self._check_bytes(pace.nbytes)
+                    deadline.add_bytes(len(chunk))
+                    count(deadline.nbytes)
+                    self._check_bytes(deadline.nbytes)
                     hasher.update(chunk)
-                    write_all(descriptor, chunk, pace.nbytes)
+                    write_all(descriptor, chunk, deadline.nbytes)
         except TimeoutError as error:
             raise UploadTooSlow(
-                f"the upload is cut after {pace.nbytes} bytes: {pace.why}. An upload must send "
+                f"the upload is cut after {deadline.nbytes} bytes: {deadline.why}. An upload must send "
                 f"{PROGRESS_NBYTES // 1024} KiB in {self._idle_s:g} s ({UPLOAD_IDLE_VARIABLE})"
             ) from error
         except ClientDisconnect as error:
-            raise UploadCut(f"the client went away after {pace.nbytes} bytes of the upload") from error
+            raise UploadCut(f"the client went away after {deadline.nbytes} bytes of the upload") from error
         finally:
-            self._arriving.discard(pace)
+            self._arriving.discard(deadline)
         return hasher.hexdigest()
 
     def _check_bytes(self, nbytes: int) -> None:
@@ -177,13 +177,13 @@ class Uploads:
             )
 
 
-class _Pace:
-    """The moment at which one body that arrives is cut.
+class _Deadline:
+    """The time at which one arriving body is cut.
 
     Attributes:
-        limit: of the code that receives it.
-        nbytes: that have come.
-        why: what was too slow.
+        limit: the timeout around the code that receives the body.
+        nbytes: bytes that have come.
+        why: why the time is over, for the message.
     """
 
     def __init__(self, idle_s: float, others_wait: Callable[[], bool]) -> None:
@@ -194,8 +194,8 @@ class _Pace:
         self._last = self._progress = self._clock()  # when a byte came, and when another 64 KiB were complete
         self._counted = 0
 
-    def came(self, nbytes: int) -> None:
-        """More of the body is here."""
+    def add_bytes(self, nbytes: int) -> None:
+        """Count bytes that have come, and move the deadline."""
         if not nbytes:
             return
         self.nbytes += nbytes
@@ -205,7 +205,7 @@ class _Pace:
         self.reschedule()
 
     def reschedule(self) -> None:
-        """Set the moment anew: a byte has come, or another upload has begun to wait for a place."""
+        """Compute the deadline again, since bytes have come or another upload has begun to wait."""
         if self.limit.expired():
             return
         slow, silent = self._progress + self._idle_s, self._last + self._idle_s * _PATIENCE

@@ -20,12 +20,12 @@ _PREFIX = "sgld_lora_upload_"
 
 
 def folder() -> Path:
-    """Shared memory where there is some, else the folder for temporary files."""
+    """Return the folder of uploads: shared memory where there is some, else the folder for temporary files."""
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def remove_leftovers() -> None:
-    """Remove the files that a crash has left: nobody holds their lock, whichever process wrote them.
+    """Remove the files that a crash has left; no process holds their lock.
 
     Another user may put anything there under such a name; only regular files of our own user are touched.
     """
@@ -44,10 +44,10 @@ def remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def private_file() -> Iterator[tuple[int, str]]:
-    """A locked file of mode 0600: its descriptor and path.
+    """Make a locked file of mode 0600, yield its descriptor and path, and remove it at the end.
 
     Raises:
-        LoraMergeError: none can be made.
+        LoraMergeError: the file cannot be made.
     """
     try:
         descriptor, path = _locked_file()
@@ -62,7 +62,7 @@ def private_file() -> Iterator[tuple[int, str]]:
 
 
 def _locked_file() -> tuple[int, str]:
-    """Make a file and lock it. An engine that starts in between takes it for a leftover, so look whether it is there.
+    """Make a file and lock it. An engine that starts in between may remove it, so check that it still has a name.
 
     Once it is locked and has a name, nobody removes it: `remove_leftovers` locks before it removes.
     """

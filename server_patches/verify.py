@@ -1,4 +1,4 @@
-"""Compare weights of whole layers, gathered from all ranks, with what they should be: the work of the verify route."""
+"""Compare the weights of whole layers, gathered from all ranks, with the expected ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class VerifiedLayer:
-    """One layer of the request, with its place on this rank."""
+    """One layer to verify, and where it lies on this rank."""
 
     name: str
     landing: Landing
@@ -44,10 +44,10 @@ def find_layers(
 
     Args:
         expected: module -> layer prefix -> ``sha256`` or ``samples``.
-        rows: returns what a module has at a target, ``[rows, columns]``.
+        rows: returns a module's values at a target, ``[rows, columns]``.
 
     Raises:
-        RequestError: modules and layers that are not there, or that cannot be verified.
+        RequestError: a module or a layer does not exist, or cannot be verified.
     """
     layers, faults = [], Faults()
     for module, by_layer in expected.items():

@@ -1,7 +1,7 @@
-"""Which weights made a generation: stamped by the worker when it runs, told with the answer and with later ones.
+"""Add to each answer which weights made it; the worker has stamped the output with their versions.
 
-The answer has it in a header, and a JSON object also as its first field. sglang keeps jobs and files in stores, from
-which later requests are answered; the stamp is kept there too.
+Every such answer has a header, and a JSON object also has a first field. sglang answers later requests for jobs and
+files from its stores, so the stamp is kept there too.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ _stamped: ContextVar[dict[str, str] | None] = ContextVar("stamped", default=None
 
 
 def note(output: Any) -> None:
-    """In the HTTP process: remember an output's stamp for the answer to the request at hand."""
+    """Remember an output's stamp for the answer to the current request."""
     stamped = _stamped.get()
     if stamped is not None:
         stamped.update(getattr(output, ATTRIBUTE, None) or {})
 
 
 def keep(item: MutableMapping[str, Any]) -> None:
-    """In the HTTP process: stamp what a store keeps of the request at hand, or of the job that it began."""
+    """Stamp what a store keeps of the current request, or of the job that it began."""
     if stamped := _stamped.get():
         item[ATTRIBUTE] = dict(stamped)
 
 
 def note_kept(item: Mapping[str, Any] | None) -> None:
-    """Remember the stamp of a store's item for the answer to the request at hand."""
+    """Remember the stamp of a store's item for the answer to the current request."""
     stamped = _stamped.get()
     if stamped is not None and item is not None:
         stamped.update(item.get(ATTRIBUTE) or {})
 
 
 def header_value(versions: Mapping[str, str]) -> str:
-    """`version_text` in printable ASCII, of a length that every client takes."""
+    """Return `version_text` in printable ASCII, cut to a length that every client accepts."""
     text = "".join(c if " " <= c <= "~" else "?" for c in version_text(versions)[: HEADER_CHARACTERS + 1])
     return printable(text, HEADER_CHARACTERS)
 
 
 def with_field(start: Message, body: Message, version: str) -> tuple[Message, Message]:
-    """The two messages of an answer, with the field in front of all others if it is a JSON object of a success.
+    """Return the two messages of an answer; a successful JSON object gets the version as its first field.
 
-    Written into the bytes, since an answer may hold megabytes of images, and sglang's models drop fields of others.
+    The field is written into the bytes, since an answer may hold megabytes of images, and sglang's models drop
+    unknown fields.
     """
     headers = MutableHeaders(raw=list(start["headers"]))
     content = body.get("body", b"")
@@ -68,8 +69,8 @@ def with_field(start: Message, body: Message, version: str) -> tuple[Message, Me
     return {**start, "headers": headers.raw}, {**body, "body": whole}
 
 
-class VersionTeller:
-    """ASGI middleware: version header and field of every answer that tells of a generation; none with base weights."""
+class VersionMiddleware:
+    """ASGI middleware that adds the version header and field to every answer that an adapter's weights made."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -83,7 +84,7 @@ class VersionTeller:
 
         held: list[Message] = []  # the start of an answer, until its body begins
 
-        async def told(message: Message) -> None:
+        async def send_with_version(message: Message) -> None:
             if message["type"] == "http.response.start" and stamped:
                 header = (HEADER.encode(), header_value(stamped).encode())
                 held.append({**message, "headers": [*message.get("headers", ()), header]})
@@ -94,6 +95,6 @@ class VersionTeller:
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, send_with_version)
         finally:
             _stamped.reset(token)

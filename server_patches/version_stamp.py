@@ -9,13 +9,13 @@ ATTRIBUTE = "sgld_weight_versions"  # on the output that a worker sends back, an
 
 
 def stamp(output: Any, versions: Mapping[str, str]) -> None:
-    """In the worker: the versions that this output was made with; the first stamp stays."""
+    """Stamp an output with the versions that it was made with; an earlier stamp stays."""
     if not hasattr(output, ATTRIBUTE):
         setattr(output, ATTRIBUTE, dict(versions))
 
 
 def label_of(version: str | None, counts: Mapping[str, int]) -> str | None:
-    """What answers say of a module: its version, a mixture as ``mixed; 1=11, 2=4``, None for nothing.
+    """Return a module's version for an answer; ``mixed; 1=11, 2=4`` for a mixture, None where nothing is live.
 
     Args:
         counts: version -> how many live layers have it.
@@ -26,6 +26,6 @@ def label_of(version: str | None, counts: Mapping[str, int]) -> str | None:
 
 
 def version_text(versions: Mapping[str, str]) -> str:
-    """One version where all modules have the same, else ``module=version`` for each."""
+    """Return the version that all modules share, else ``module=version`` for each module."""
     values = set(versions.values())
     return values.pop() if len(values) == 1 else ", ".join(f"{name}={v}" for name, v in sorted(versions.items()))

@@ -1,4 +1,4 @@
-"""The workers' side of every request: it becomes an operation, and is answered whatever happens."""
+"""Answer requests in a worker: turn each one into an operation, run it, and answer whatever happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class MergeWorker:
-    """One rank's side of every request of ours, and of what sglang does to the weights besides.
+    """Handles this rank's part of every request, and surrounds what sglang does to the weights itself.
 
     Attributes:
         rank: the parts of this rank, and its state between requests.
@@ -82,7 +82,7 @@ class MergeWorker:
         """Answer sglang's own request, which comes by the scheduler's socket: the scheduler's handler for it."""
         try:
             req = self._adopt(reqs[0])
-        except LoraMergeError as error:  # of its fields, so that every rank is here
+        except LoraMergeError as error:  # its fields are the same on every rank, so every rank is refused here
             output = {"success": False, "message": failure_message(error, self.engine)}
             return OutputBatch(output=output, error=output["message"])
         answered = self.handle([req])
@@ -94,7 +94,7 @@ class MergeWorker:
         """Return sglang's request as one of ours.
 
         Raises:
-            LoraMergeError: of its fields, as by HTTP; or there are replicas, which the socket reaches one by one.
+            LoraMergeError: a field is wrong, or there are several replicas, of which the socket reaches only one.
         """
         req = from_stock(stock)
         replicas = self.rank.gpu_worker.server_args.dp_size
@@ -124,7 +124,7 @@ class MergeWorker:
 
     @contextmanager
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
-        """Surround code of sglang's that loads a module; what was planned for the other base is dropped."""
+        """Surround sglang's code that loads a module; drop what was planned for the old base weights."""
         self._driver.forget()
         with self.states.base_weights_change(module):
             yield
@@ -132,10 +132,12 @@ class MergeWorker:
     def generated(self) -> None:
         """Warn, after a generation, of low-rank branches that it did not use."""
         views = self.states.views().items()
-        self.rank.warnings.generated({name: view.branches.idle for name, view in views if view.branches is not None})
+        self.rank.warnings.after_generation(
+            {name: view.branches.idle for name, view in views if view.branches is not None}
+        )
 
     def versions(self) -> dict[str, str]:
-        """Return what a generation's answer says of every module that has a version, or a mixture of them."""
+        """Return the version label of every module that has a version or a mixture of versions."""
         states = self.engine.states.items()
         labels = {name: label_of(state.weight_version, state.versions.named_counts) for name, state in states}
         return {name: label for name, label in labels.items() if label is not None}
@@ -146,10 +148,10 @@ def _failure(status: int, reason: str, message: str) -> dict[str, Any]:
 
 
 def make_merge_worker(gpu_worker: Any) -> MergeWorker:
-    """Make this process's worker, as the environment says.
+    """Make this process's worker from the settings in the environment.
 
     Raises:
-        LoraMergeError: a variable has a value that means nothing.
+        LoraMergeError: a variable of the environment has an invalid value.
     """
     settings = settings_from()
     replica = get_replica_group()

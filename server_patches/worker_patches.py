@@ -107,9 +107,9 @@ def own_adapters_change(original: Callable[..., Any], *args: Any, **kwargs: Any)
     why="it says success, and leaves an adapter of ours live",
     until="sglang lets plugins take part in its LoRA routes",
 )
-def take_out(*_: Any, **__: Any) -> None:
+def remove_adapters(*_: Any, **__: Any) -> None:
     if _worker is not None:
-        _worker.states.take_out()
+        _worker.states.remove_adapters()
 
 
 @patch(

@@ -20,7 +20,7 @@ from sgld_lora_merge.wire.schema import (
 
 @dataclass
 class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang is untyped
-    """One operation of ours on every rank.
+    """One operation of the plugin on every rank.
 
     A subclass of sglang's request, whose payload fields it has; a class of its own, because sglang's scheduler looks
     handlers up by exact type. Pickled on its way, so it holds plain data only.
@@ -37,7 +37,7 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
     expected: dict[str, dict[str, dict[str, Any]]] | None = None  # module -> layer -> {"sha256" or "samples": ...}
     layers: dict[str, list[str]] | None = None  # of a resolve: module -> layer prefixes
     weights: Literal["live", "base"] = "live"  # which ones a verify looks at
-    upload_path: str | None = None  # a file of this server's own, in place of payloads
+    upload_path: str | None = None  # the file of an upload, in place of payloads
     payload_fingerprint: list[str] | None = None  # of each payload's bytes, by its sender
     continues: bool = False  # buckets of this update were accepted before
     goes_live: bool = True  # false: this bucket is staged, and the update waits for others or for its commit
@@ -54,12 +54,12 @@ class MergeReq(UpdateWeightFromTensorReqInput):  # type: ignore[misc]  # sglang 
         return self.update_id is not None or self.upload_path is not None
 
     def finish(self) -> MergeReq:
-        """The second step of this request, for workers that have its payload already."""
+        """Return the second step of this request, for workers that have its payload already."""
         return replace(self, step="finish", serialized_named_tensors=[], payload_gpu_uuids=None)  # type: ignore[call-arg]
 
 
 def to_workers(update: UpdateRequest) -> MergeReq:
-    """Return the message of a checked update that is live by itself."""
+    """Return the message of a checked update."""
     return MergeReq(
         serialized_named_tensors=list(update.serialized_named_tensors),
         payload_gpu_uuids=update.payload_gpu_uuids,

@@ -1,4 +1,4 @@
-"""What a worker says: in its answers, to the status, to sglang's list of adapters, and after a failure."""
+"""What a worker reports: in answers, in the status, in sglang's list of adapters, and after a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def failure_message(error: LoraMergeError, engine: MergeEngine) -> str:
-    """Return the error, and what the engine serves now."""
+    """Return the error in words, and which versions the engine serves now."""
     if isinstance(error, RanksDiverged) or error.reason == "full_update":
         return str(error)
     live = ", ".join(f"{name} at {version_in_words(state)}" for name, state in engine.states.items() if state.live)
@@ -31,15 +31,15 @@ def live_answer(
     timings: dict[str, float],
     done: str,
     *,
-    tells_kept: bool,
+    mention_kept: bool,
 ) -> dict[str, Any]:
     """Return the answer to a change that is live now, and log it.
 
     Args:
         stats: of all ranks, by module.
         timings: milliseconds by stage.
-        done: what has become of the weights, without the modules.
-        tells_kept: the message says how many layers keep another version.
+        done: the first words of the message; the names of the modules follow.
+        mention_kept: add to the message how many layers keep another version.
     """
     states = {part.module: engine.state(part.module) for part in plan.modules}
     modules = {
@@ -57,7 +57,7 @@ def live_answer(
     version = states[names[0]].weight_version if names else None
     message = f"{done} in {name_some(names) or 'every module'}"
     for name, each in modules.items():
-        if each["kept"] and tells_kept:
+        if each["kept"] and mention_kept:
             has = version_in_words(states[name])
             message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
     logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
@@ -88,18 +88,18 @@ def snapshot(
     """Return every module as the status route shows it; store sizes are those of rank 0.
 
     Args:
-        states: the word for the state of each module.
-        timings: of the last update of each, in milliseconds by stage.
+        states: the word for each module's state.
+        timings: milliseconds by stage of each module's last update.
     """
     modules = {}
     for name in sorted(states):
         state = engine.state(name)
-        adapters = {each: _shape(all_pairs({each: own})) for each, own in state.live.items()}
+        adapters = {each: _layers_rank_scale(all_pairs({each: own})) for each, own in state.live.items()}
         modules[name] = {
             "state": states[name],
             "weight_version": state.weight_version,
             "versions": state.versions.named_counts,
-            **(next(iter(adapters.values())) if len(adapters) == 1 else _shape(state.pairs)),
+            **(next(iter(adapters.values())) if len(adapters) == 1 else _layers_rank_scale(state.pairs)),
             "adapters": adapters,
             "merge_precision": str(engine.precision),
             "base_store": state.store.kind,
@@ -111,7 +111,7 @@ def snapshot(
     return modules
 
 
-def how_it_is_held(engine: MergeEngine, module: str) -> str:
+def merge_state_of(engine: MergeEngine, module: str) -> str:
     """Return how a module holds what is live: "base" for nothing, "merged", "dynamic" where no weight is merged."""
     live = engine.state(module).live.values()
     dynamic = {placed.target.dynamic for adapter in live for placed in adapter.values()}
@@ -123,7 +123,7 @@ def list_adapters(status: dict[str, Any], engine: MergeEngine) -> None:
     for module, state in engine.states.items():
         entries = status["active"].setdefault(module, []) if state.live else []
         for adapter in sorted(state.live):
-            merged = how_it_is_held(engine, module) == "merged"
+            merged = merge_state_of(engine, module) == "merged"
             own = {"nickname": adapter, "path": None}
             entries.append(
                 own
@@ -134,7 +134,7 @@ def list_adapters(status: dict[str, Any], engine: MergeEngine) -> None:
                 status["loaded_adapters"].append(own)
 
 
-def _shape(pairs: Collection[Pair]) -> dict[str, Any]:
+def _layers_rank_scale(pairs: Collection[Pair]) -> dict[str, Any]:
     return {
         "layers": len({pair.layer for pair in pairs}),
         "rank": value_of_all({pair.rank for pair in pairs}),

@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 
 def routes() -> str:
-    """Every route of the plugin in its OpenAPI schema."""
+    """Return a table of every route of the plugin, from its OpenAPI schema."""
     from server_patches.coordinator import Coordinator
     from server_patches.replicas import Replicas
     from server_patches.routes import MergeRoutes
@@ -44,7 +44,7 @@ def routes() -> str:
 
 
 def fields(model: type[BaseModel]) -> str:
-    """One row for each field of a request or an answer."""
+    """Return a table with one row for each field of a request or an answer."""
     made = model.model_json_schema()
     required = made.get("required", [])
     rows = [
@@ -56,7 +56,7 @@ def fields(model: type[BaseModel]) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew.
+    """Return the page with its tables made anew.
 
     Raises:
         AttributeError: a table is named after no model of the contract.
@@ -70,7 +70,7 @@ def page(text: str) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A JSON type in words."""
+    """Return a JSON type in words."""
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
     if "const" in schema or "enum" in schema:

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def nap_if_idle(requests: list, *_: Any) -> None:
-    """Schedulers of several ranks, and all before 0.5.23, spin while they have nothing to do; tests share few cores.
+    """Sleep while there is no request: schedulers of several ranks, and all before 0.5.23, spin.
 
     The longer there was nothing, the longer a nap: two ranks that look every 5 ms take a third of a core.
     """
@@ -55,7 +55,7 @@ def nap_if_idle(requests: list, *_: Any) -> None:
 
 
 def define_cpu_norms() -> None:
-    """The two operators of sgl_kernel that Wan's blocks call on a CPU; the engine of the tests has no sgl_kernel."""
+    """Define the two operators of sgl_kernel that Wan's blocks call on a CPU; the tests' engine has no sgl_kernel."""
     global library
     import torch
 
@@ -85,7 +85,7 @@ def define_cpu_norms() -> None:
 
 
 def request_class() -> type:
-    """Defined late: its base needs sglang's runtime, which must not be imported while plugins are being loaded."""
+    """Return the request class, made late: sglang's runtime must not be imported while plugins load."""
     if "TestReq" not in globals():
         from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import UpdateWeightFromTensorReqInput
 
@@ -190,7 +190,7 @@ STAGES = {
 
 
 def fault_of(name: str, stage: str, sender: list[int]) -> None:
-    """What happens at the stage: "exception", "memory", "kill" of this rank, "silence", or "sender": its processes."""
+    """Cause the fault of a stage: "exception", "memory", "kill" of this rank, "silence", or "sender": its processes."""
     import signal
 
     import torch
@@ -234,7 +234,7 @@ def fail_once(stage: str, fault: str, sender: list[int]) -> None:
 
 
 def fill_shared_memory() -> None:
-    """The next byte of an upload finds no room."""
+    """Make the next write of an upload fail for lack of room."""
     from server_patches import upload_file
 
     def full(*_: Any) -> int:

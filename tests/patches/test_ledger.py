@@ -74,17 +74,17 @@ def test_anything_else_for_a_live_update_is_a_conflict():
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (bucket(1, count=4), "num_buckets is 4 here, 3 before"),
         (bucket(1, terms=TERMS | {"lora_alpha": 9}), "lora_alpha is 9 here, 8 before"),
         (bucket(1, terms=TERMS | {"weight_version": "2"}), "weight_version is '2' here, '1' before"),
     ],
 )
-def test_buckets_that_differ_in_their_terms_are_a_conflict(other, told):
+def test_buckets_that_differ_in_their_terms_are_a_conflict(other, message):
     ledger = Ledger()
     sent(ledger, bucket(0))
-    assert told in conflict(ledger, other)
+    assert message in conflict(ledger, other)
 
 
 def test_a_new_update_abandons_an_unfinished_one():
@@ -112,17 +112,17 @@ def test_a_refused_bucket_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    ("buckets", "told"),
+    ("buckets", "message"),
     [
         ([], "no bucket of it has arrived"),
         ([bucket(2), bucket(0)], r"buckets \[0, 2\] of 3 have arrived"),
         ([bucket(0, count=1)], "it is live"),
     ],
 )
-def test_what_cannot_be_committed(buckets, told):
+def test_what_cannot_be_committed(buckets, message):
     ledger = Ledger()
     sent(ledger, *buckets)
-    with pytest.raises(ConflictError, match=f"'u' cannot be committed: {told}"):
+    with pytest.raises(ConflictError, match=f"'u' cannot be committed: {message}"):
         ledger.to_commit("u")
 
 
@@ -198,8 +198,10 @@ def test_where_sglang_has_loaded_other_weights_no_update_is_live_and_none_comes_
     ledger.base_is_live(["m", "n"])
     ledger.rolled_back()
     assert states(ledger) == {"u": "replaced", "both": "reset"}
-    told = conflict(ledger, bucket(0, count=1, update_id="both"))
-    assert "'both' was live and is reset: sglang has put other weights into its modules. Send the update again" in told
+    message = conflict(ledger, bucket(0, count=1, update_id="both"))
+    assert (
+        "'both' was live and is reset: sglang has put other weights into its modules. Send the update again" in message
+    )
 
 
 def test_the_same_request_gets_its_answer_again_also_after_it_is_replaced():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from server_patches.replicas import NoAnswer, Replicas, differing, joined
+from server_patches.replicas import NoAnswer, Replicas, differing, join_outputs
 from server_patches.worker_request import MergeReq
 
 MODULE = {
@@ -23,17 +23,19 @@ def output(status=200, message="ok", **fields):
 
 
 def test_one_replica_speaks_for_itself():
-    assert joined([output(400, "wrong")]) == output(400, "wrong", differing=None)
+    assert join_outputs([output(400, "wrong")]) == output(400, "wrong", differing=None)
 
 
 def test_the_worst_status_is_told_with_every_failure_by_replica():
-    answer = joined([output(400, "a"), output(), output(500, "b", reason="engine")])
+    answer = join_outputs([output(400, "a"), output(), output(500, "b", reason="engine")])
     assert (answer["status"], answer["reason"], answer["message"]) == (500, "engine", "replica 0: a; replica 2: b")
     assert answer["payload_opened"] == [True, True, True]
 
 
 def test_the_slowest_replica_gives_the_times():
-    answer = joined([output(timings_ms={"merge": 2.0, "total": 3.0}), output(timings_ms={"merge": 1.0, "total": 4.0})])
+    answer = join_outputs(
+        [output(timings_ms={"merge": 2.0, "total": 3.0}), output(timings_ms={"merge": 1.0, "total": 4.0})]
+    )
     assert answer["timings_ms"] == {"merge": 2.0, "total": 4.0}
 
 
@@ -42,9 +44,9 @@ def test_replicas_in_the_same_state_do_not_differ():
 
 
 def test_replicas_that_differ_are_told_with_what_brings_them_together():
-    told = differing([{"transformer": MODULE}, {"transformer": MODULE | {"weight_version": "2"}}])
-    assert "transformer on replica 1 has weight_version '2' instead of '1'" in told
-    assert "/lora_merge/reset" in told
+    message = differing([{"transformer": MODULE}, {"transformer": MODULE | {"weight_version": "2"}}])
+    assert "transformer on replica 1 has weight_version '2' instead of '1'" in message
+    assert "/lora_merge/reset" in message
 
 
 def asked(silent_at):

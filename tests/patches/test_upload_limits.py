@@ -84,13 +84,13 @@ def serve(tmp_path, monkeypatch, caplog):
 def answer_of(client):
     """Status and message."""
     client.settimeout(30)
-    told = b""
+    answer = b""
     with contextlib.suppress(OSError):
-        while b"\r\n\r\n" not in told or not told.rstrip().endswith(b"}"):
+        while b"\r\n\r\n" not in answer or not answer.rstrip().endswith(b"}"):
             if not (more := client.recv(65536)):
                 break
-            told += more
-    return int(told.split()[1]), json.loads(told.partition(b"\r\n\r\n")[2])["message"]
+            answer += more
+    return int(answer.split()[1]), json.loads(answer.partition(b"\r\n\r\n")[2])["message"]
 
 
 def lines(caplog, count):

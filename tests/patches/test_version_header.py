@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 from server_patches import http_patches
-from server_patches.version_header import HEADER, VersionTeller, header_value, note
+from server_patches.version_header import HEADER, VersionMiddleware, header_value, note
 from server_patches.version_stamp import ATTRIBUTE, stamp
 
 
@@ -38,7 +38,7 @@ def answer_of(response, versions):
 
 
 async def get(app, path):
-    transport = httpx.ASGITransport(VersionTeller(app))
+    transport = httpx.ASGITransport(VersionMiddleware(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         return await client.get(path)
 
