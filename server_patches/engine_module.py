@@ -132,7 +132,10 @@ class EngineModule:
             adapter |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
         prepared = self._model.prepare_lora_adapter(dict(adapter))
         changed = sorted(key for key, tensor in adapter.items() if prepared.get(key) is not tensor)
-        return [f"{type(self._module).__name__} rewrites {key!r} from disk, which is not built yet" for key in changed]
+        return [
+            f"{type(self._module).__name__} changes {key!r} at a load from disk, which updates do not do yet"
+            for key in changed
+        ]
 
     def _dotted(self, layer: str) -> str:
         if layer not in self._dotted_names:
@@ -169,7 +172,7 @@ class EngineModule:
     def _refuse_permuted(self, layer: str, name: str) -> None:
         if layer.endswith("adaLN_modulation.1") and name.endswith("norm_out.linear"):
             raise CannotLand(
-                f"its scale and shift stand the other way round in {name!r}; send it as that, halves of lora_B swapped"
+                f"its scale and shift are swapped in {name!r}: send it by that name, halves of lora_B swapped"
             )
         permuted = getattr(self._module, "scale_shift_swap_params", ())
         if f"{name}.weight" in permuted and getattr(self._module, "quant_config", None) is not None:

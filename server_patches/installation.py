@@ -68,7 +68,7 @@ def refusal_of(server_args: Any) -> str | None:
     role = getattr(getattr(server_args, "disagg_role", None), "name", "MONOLITHIC")
     if role == "MONOLITHIC" and not getattr(server_args, "disagg_mode", False):
         return None
-    return f"this engine has the disaggregated role {role.lower()}; updates are for engines of one piece"
+    return f"this engine has the disaggregated role {role.lower()}; only an engine without disaggregation takes updates"
 
 
 async def ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
@@ -88,6 +88,6 @@ async def ask_replica(replica: int, req: MergeReq) -> dict[str, Any]:
             "repeat the same body if it has an update_id"
         ) from error
     if not isinstance(response.output, dict) or "snapshot" not in response.output:
-        raise NoAnswer(f"the workers' answer is not one: {response.error}")
+        raise NoAnswer(f"the workers sent no usable answer: {response.error}")
     output: dict[str, Any] = response.output
     return output

@@ -163,7 +163,7 @@ class Ledger:
         if digest == bucket.digest:
             return answer
         if not update.is_open:
-            raise ConflictError(f"{name} is {update.state}, and this is another request than it was made of")
+            raise ConflictError(f"{name} is {update.state}, and this request is none of those that it was made of")
         if digest is not None:
             raise ConflictError(f"bucket {bucket.index} of {name} has arrived with other bytes")
         mine = {"num_buckets": bucket.count, **bucket.terms}

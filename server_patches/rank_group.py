@@ -69,7 +69,7 @@ class RankGroup:
             return gather(mine, self._replica, self._timeout_s)
         except Exception as error:  # whatever the cause, the ranks do not know each other's results
             cause = error if isinstance(error, RankTimeout) else f"{type(error).__name__}: {error}"
-            raise RanksDiverged(f"{cause}{context}. The ranks have lost each other: restart the engine") from error
+            raise RanksDiverged(f"{cause}{context}. The ranks can no longer agree: restart the engine") from error
 
     def gather_results(self, mine: RankResult, *, written: bool = False) -> list[RankResult]:
         """Gather each rank's result of a phase; ``written``: the phase may have changed weights."""

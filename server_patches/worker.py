@@ -100,8 +100,8 @@ class MergeWorker:
         replicas = self.rank.gpu_worker.server_args.dp_size
         if replicas > 1 and not req.is_full_update:
             raise ConflictError(
-                f"this engine has {replicas} replicas, and the scheduler's socket is that of one: POST the update to "
-                "/update_weights_from_tensor, which changes all of them or none"
+                f"this engine has {replicas} replicas, and the scheduler's socket reaches only one of them: "
+                "POST the update to /update_weights_from_tensor, which changes all of them or none"
             )
         return req
 
@@ -119,7 +119,9 @@ class MergeWorker:
             return self.states.resume(original)
         except Exception as error:
             if not self.states.sleeping:
-                self.rank.failed = f"awake, but not with the adapters that were live: {error}. Restart the engine"
+                self.rank.failed = (
+                    f"the engine is awake, but without the adapters that were live: {error}. Restart the engine"
+                )
             raise
 
     @contextmanager

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from server_patches.backport import give_failure
 
-REASON = "the ranks have lost each other: restart the engine"
+REASON = "the ranks can no longer agree: restart the engine"
 
 
 class Client:

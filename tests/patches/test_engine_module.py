@@ -333,7 +333,7 @@ def test_a_flattened_name_that_stands_for_two_layers_is_refused_with_both():
 @pytest.mark.parametrize("name", ["final_layer.adaLN_modulation.1", "lora_unet_final_layer_adaLN_modulation_1"])
 def test_the_modulation_whose_halves_stand_in_another_order_is_refused(name):
     view = EngineModule(flux(), 1)
-    with pytest.raises(CannotLand, match=r"the other way round in 'norm_out.linear'"):
+    with pytest.raises(CannotLand, match=r"its scale and shift are swapped in 'norm_out.linear'"):
         view.land(name)
     assert view.land("norm_out.linear") is not None
 
@@ -413,7 +413,7 @@ def test_a_model_that_rewrites_adapters_is_refused_where_it_would_rewrite():
             return {name: tensor * 2 if "lora_A" in name else tensor for name, tensor in adapter.items()}
 
     (objection,) = EngineModule(Rewriting(), 1).objections(PAIRS)
-    assert "Rewriting rewrites 'layer.lora_A'" in objection
+    assert "Rewriting changes 'layer.lora_A'" in objection
 
 
 def test_permuted_rows_of_a_quantized_checkpoint_are_refused():
