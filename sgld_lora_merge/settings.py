@@ -172,7 +172,7 @@ class Settings:
 
 
 def variables() -> dict[str, Variable]:
-    """Every variable, by the name of its field of `Settings`."""
+    """Return every variable, by the name of its field of `Settings`."""
     return {each.name: cast(Variable, each.metadata["variable"]) for each in fields(Settings)}
 
 

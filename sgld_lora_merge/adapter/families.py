@@ -47,7 +47,7 @@ class Family(BaseModel):
 
 
 def load_families(folder: Traversable = CONFIGS) -> dict[str, Family]:
-    """All families of a folder, by the name of their file without ``.yaml``.
+    """Return all families of a folder, by the name of their file without ``.yaml``.
 
     Raises:
         LoraMergeError: with everything that is wrong, each fault with its file.
@@ -79,7 +79,7 @@ def load_families(folder: Traversable = CONFIGS) -> dict[str, Family]:
 
 
 def routes_of(engine_class: type, families: Mapping[str, Family]) -> Mapping[str, str]:
-    """Prefix -> module for a class, or for the nearest base that has any (wrappers like FSDP's make subclasses).
+    """Return prefix -> module for a class, or for the nearest base that has any (wrappers like FSDP's make subclasses).
 
     Families of one class have the same routes or none: a model that lacks a module of theirs is sent no such prefix.
     """
@@ -135,7 +135,7 @@ def route(
 def route_layers(
     by_module: Mapping[str, Mapping[str, Value]], routes: Mapping[str, str], allowed: Collection[str] | None = None
 ) -> dict[str, dict[str, Value]]:
-    """`route` for one value a layer.
+    """Route one value for each layer, as `route` does tensors.
 
     Raises:
         RequestError: as `route`; or a layer has two values, one with the prefix and one without.

@@ -19,7 +19,7 @@ LAYER_SCALING = "layer_scaling"
 
 
 def read_adapter(path: str) -> tuple[list[tuple[str, torch.Tensor]], dict[str, float]]:
-    """The named tensors of a file, as views of a mapping of it, and its ``layer_scaling``: layer prefix -> whole scale.
+    """Return a file's named tensors, as views of a mapping of it, and its ``layer_scaling``, whole scales by layer.
 
     The mapping is private: nothing is copied here, and who copies a slice reads no more than that of the file.
 
@@ -61,7 +61,7 @@ def _tensors(file: Any, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
 
 
 def adapter_bytes(named: Mapping[str, torch.Tensor], scaling: Mapping[str, float]) -> bytes:
-    """The file that `read_adapter` reads: tensors under the names of the wire, and the whole scales of layers."""
+    """Return a file that `read_adapter` reads: tensors under the names of the wire, and whole scales of layers."""
     return save(dict(named), {LAYER_SCALING: json.dumps(scaling)})
 
 

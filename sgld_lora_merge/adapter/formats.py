@@ -43,14 +43,14 @@ class PeftScales:
     rank_stabilized: bool
 
     def of(self, layer: str, rank: int) -> float:
-        """The whole scale of a layer; the first pattern that matches says its alpha, as in PEFT."""
+        """Return the whole scale of a layer; the first pattern that matches says its alpha, as in PEFT."""
         matching = (own for key, own in self.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
         alpha = next(matching, self.alpha)
         return checked_scale(alpha / (math.sqrt(rank) if self.rank_stabilized else rank), f"alpha {alpha} of {layer!r}")
 
 
 def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
-    """The pairs of an adapter, sorted by layer, each with its whole scale.
+    """Return the pairs of an adapter, sorted by layer, each with its whole scale.
 
     Args:
         path: a folder that PEFT saved, or a safetensors file.
@@ -89,7 +89,7 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
 
 
 def named_tensors(pairs: Sequence[Pair]) -> list[tuple[str, torch.Tensor]]:
-    """The pairs under the names of the wire, those of convolutions with their kernels."""
+    """Return the pairs under the names of the wire, those of convolutions with their kernels."""
     named = []
     for pair in pairs:
         a = pair.a.view(pair.rank, -1, *pair.kernel)
@@ -106,7 +106,7 @@ def keeps_base(init: object) -> bool:
 
 
 def _find(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The file with the tensors, and PEFT's config beside it."""
+    """Return the file with the tensors, and PEFT's config beside it."""
     if path.is_file():
         return path, None
     if not path.exists():
@@ -118,7 +118,7 @@ def _find(path: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _config_of(file: Path) -> dict[str, Any] | None:
-    """PEFT's config in a file's metadata, where diffusers has put it; its keys may have the module in front."""
+    """Return PEFT's config in a file's metadata, where diffusers has put it; its keys may have the module in front."""
     with safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(METADATA)
     if text is None:

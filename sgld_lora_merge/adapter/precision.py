@@ -35,7 +35,7 @@ def precision_from_environment(environ: Mapping[str, str] = os.environ) -> Preci
 
 
 def scale_of(alpha: float | None, rank: int) -> float:
-    """``alpha / rank`` in float64 (LoRA, Hu et al. 2021, section 4.1); no alpha means alpha = rank, so 1.0.
+    """Return ``alpha / rank`` in float64 (LoRA, Hu et al. 2021, section 4.1); no alpha means alpha = rank, so 1.0.
 
     The value is applied as a float32.
 
@@ -46,7 +46,7 @@ def scale_of(alpha: float | None, rank: int) -> float:
 
 
 def checked_scale(scale: float, origin: str) -> float:
-    """``scale`` itself where float32 can hold it; ``origin`` names it in the error.
+    """Return ``scale`` itself where float32 can hold it; ``origin`` names it in the error.
 
     Raises:
         RequestError: NaN, infinite, or beyond float32.

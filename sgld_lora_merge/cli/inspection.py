@@ -115,7 +115,7 @@ def _norm(pair: Pair) -> float:
 
 
 def _is_named(layer: str, target: str) -> bool:
-    """Whether PEFT would put LoRA on a layer for this entry of target_modules."""
+    """Return whether PEFT would put LoRA on a layer for this entry of target_modules."""
     if is_flattened(layer):
         return layer.endswith(f"_{target.replace('.', '_')}")
     return layer == target or layer.endswith(f".{target}")

@@ -34,7 +34,7 @@ def checks(found: Sequence[Check]) -> Table:
 
 
 def modules(known: Answer) -> Table:
-    """Every module of the engine, and under it the adapters of those that have several."""
+    """Return every module of the engine, and under it the adapters of those that have several."""
     made = table("module", "state", "version", "layers>", "rank>", "scale>", "precision", "rounding loss>")
     for name, each in known["modules"].items():
         cells = [name, each["state"], _text(each["weight_version"]), *_shape(each), each["merge_precision"]]
@@ -73,7 +73,7 @@ def report(found: AdapterReport) -> Table:
 
 
 def _add(made: Table, *cells: str | Text) -> None:
-    """A row of plain text: names may hold what rich would take for markup."""
+    """Add a row of plain text: names may hold what rich would take for markup."""
     made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 

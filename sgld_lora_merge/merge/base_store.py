@@ -95,7 +95,7 @@ class StorePolicy:
     reserve_bytes: int | None = None
 
     def decide(self, nbytes: int, memory: Memory) -> tuple[Kind, str]:
-        """Where ``nbytes`` of W0 go, and a sentence that says why."""
+        """Return where ``nbytes`` of W0 go, and a sentence that says why."""
         if self.choice != "auto":
             return self.choice, f"{BASE_STORE_VARIABLE}={self.choice}"
         reserve = int(memory.total * RESERVE_SHARE) if self.reserve_bytes is None else self.reserve_bytes
@@ -109,12 +109,12 @@ class StorePolicy:
 
 
 def policy_from(settings: Settings) -> StorePolicy:
-    """The policy that the settings ask for."""
+    """Return the policy that the settings ask for."""
     return StorePolicy(settings.base_store, settings.base_reserve_bytes)
 
 
 def memory_of(device: torch.device) -> Memory:
-    """The memory of a GPU as it is now."""
+    """Return the memory of a GPU as it is now."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
@@ -122,12 +122,12 @@ def memory_of(device: torch.device) -> Memory:
 
 
 def device_copy(rows: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of live rows that still hold the base weight, on their own device."""
+    """Return a contiguous copy of live rows that still hold the base weight, on their own device."""
     return rows.detach().clone(memory_format=torch.contiguous_format)
 
 
 def host_copies(rows: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
-    """Contiguous copies of live rows in host memory that the device can copy from at the speed of its link."""
+    """Return contiguous copies of live rows in host memory that the device can copy from at the speed of its link."""
     offsets, total = {}, 0
     for key, part in rows.items():
         offsets[key], total = total, total + -(-part.nbytes // 256) * 256
@@ -141,7 +141,7 @@ def host_copies(rows: Mapping[Key, torch.Tensor], device: torch.device) -> dict[
 
 
 def _pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Pinned bytes, as many as were asked for: torch's own allocator rounds up to a power of two.
+    """Return pinned bytes, as many as were asked for: torch's own allocator rounds up to a power of two.
 
     They are unpinned before they are unmapped, when the last tensor that uses them is gone.
     """

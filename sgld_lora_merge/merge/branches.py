@@ -57,7 +57,7 @@ class Branches:
         self._idle: set[str] = set()
 
     def make(self, rows: Span, terms: Sequence[Term]) -> Branch:
-        """A branch in memory of its own; not in force before `set`."""
+        """Return a branch in memory of its own; not in force before `set`."""
         own = []
         for term in terms:
             a = torch.cat([term.a[:, span.start : span.stop] for span in term.a_cols], dim=1)
@@ -66,7 +66,7 @@ class Branches:
         return Branch(rows, tuple(own))
 
     def live(self, key: Key) -> Branch | None:
-        """What is in force for a target."""
+        """Return what is in force for a target."""
         return self._live.get(key[0], {}).get(key)
 
     def set(self, key: Key, branch: Branch | None) -> None:
@@ -113,7 +113,7 @@ _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _with_branches(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a layer's class that adds branches; one for each class."""
+    """Return the subclass of a layer's class that adds branches; one for each class."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = cls.forward(self, *args, **kwargs)

@@ -26,7 +26,7 @@ WORD = 8  # bytes
 
 
 def fingerprint_of(tensor: torch.Tensor) -> str:
-    """The fingerprint of a tensor's bytes, in the order of its elements.
+    """Return the fingerprint of a tensor's bytes, in the order of its elements.
 
     Args:
         tensor: of any dtype, shape and stride, on a CPU or a GPU, which this waits for.
@@ -36,7 +36,7 @@ def fingerprint_of(tensor: torch.Tensor) -> str:
 
 
 def payload_fingerprint(buckets: Mapping[str, torch.Tensor]) -> str:
-    """The fingerprint of a payload: that of each module's flattened bucket, modules in the order of their names.
+    """Return the fingerprint of a payload: that of each module's flattened bucket, modules in the order of their names.
 
     Args:
         buckets: module -> uint8 tensor.
@@ -100,7 +100,7 @@ class SentUpdates:
 
 
 def differences(by_rank: Sequence[Mapping[tuple[str, str], PairPrint]]) -> list[str]:
-    """A sentence for everything in which another rank's pairs are not those of rank 0; none where all are the same."""
+    """Return a sentence for everything in which another rank's pairs differ from those of rank 0."""
     first = by_rank[0]
     faults = []
     for rank, other in enumerate(by_rank):
@@ -114,9 +114,9 @@ def differences(by_rank: Sequence[Mapping[tuple[str, str], PairPrint]]) -> list[
                 faults.append(f"{module}: rank {has} was sent a pair for {layer!r}, rank {lacks} was not")
             else:
                 fields = [name for name in PairPrint._fields if getattr(mine, name) != getattr(theirs, name)]
-                told = " and ".join(_WORDS[name] for name in fields)
+                what = " and ".join(_WORDS[name] for name in fields)
                 shown = f": {theirs.scale} instead of {mine.scale}" if "scale" in fields else ""
-                faults.append(f"{module}: rank {rank} was sent another {told} for {layer!r} than rank 0{shown}")
+                faults.append(f"{module}: rank {rank} was sent another {what} for {layer!r} than rank 0{shown}")
     return faults
 
 
@@ -145,7 +145,7 @@ def _digest(parts: Iterable[object]) -> str:
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Bytes of each tensor and the sum of its words; each device is waited for once, however many there are."""
+    """Return bytes of each tensor and the sum of its words; each device is waited for once, however many there are."""
     by_device: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(place)

@@ -34,10 +34,10 @@ class Offloaded(Protocol):
     device: torch.device
 
     def blank(self, name: str) -> torch.Tensor:
-        """That memory, in a weight's shape and dtype and of no particular content; all weights share it."""
+        """Return that memory, in a weight's shape and dtype and of no particular content; all weights share it."""
 
     def opened(self, name: str, rows: Sequence[Span]) -> AbstractContextManager[torch.Tensor]:
-        """Such memory for a live weight; what these rows of it hold on leaving is live once `finish` has returned."""
+        """Yield such memory for a live weight; what these rows hold on leaving is live once `finish` has returned."""
 
     def finish(self) -> None:
         """Wait until all that was written is live."""
@@ -53,20 +53,20 @@ class ModuleView(Protocol):
     branches: Branches | None
 
     def land(self, layer: str) -> Landing | None:
-        """Where a pair of this layer prefix lands; None for a layer that the module does not have.
+        """Return where a pair of this layer prefix lands; None for a layer that the module does not have.
 
         Raises:
             CannotLand: the layer is there, but not one to merge into.
         """
 
     def weight(self, name: str) -> torch.Tensor:
-        """The live local weight of that parameter name, ``[rows, columns]``; written in place unless offloaded."""
+        """Return the live local weight of a parameter name, ``[rows, columns]``; written in place unless offloaded."""
 
     def offloaded(self, names: Collection[str]) -> Offloaded | None:
-        """How these weights are written if that cannot be done in place; allocates all that it takes."""
+        """Return how these weights are written if that cannot be done in place; allocates all that it takes."""
 
     def layers(self) -> Sequence[str]:
-        """Layer names that could be targets, for error messages."""
+        """Return layer names that could be targets, for error messages."""
 
 
 class LinearModule:

@@ -156,11 +156,11 @@ class Versions:
         return dict(sorted((UNNAMED if version is None else version, n) for version, n in self.counts.items()))
 
     def layers_beside(self, plan: ModulePlan) -> int:
-        """How many live layers a settled plan did not name, over all adapters; 0 where the plan is no update."""
+        """Return how many live layers a settled plan did not name, over all adapters; 0 where the plan is no update."""
         return sum(self.counts.values()) - len(plan.layers) if plan.adapter is not None else 0
 
     def after(self, plan: ModulePlan, version: str | None) -> Versions:
-        """Once a plan is live: the layers that it names have the version, the others keep theirs."""
+        """Return the versions once a plan is live: layers that it names have the new one, the others keep theirs."""
         layers = {name: self.layers.get(name, {}) for name in plan.after}
         if plan.adapter is not None:
             written = dict.fromkeys(plan.layers, version)

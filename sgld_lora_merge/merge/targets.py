@@ -72,25 +72,25 @@ class CannotLand(Exception):
 
 
 def whole_weight(weight: str, out_features: int, in_features: int, kernel: tuple[int, ...] = ()) -> Landing:
-    """The landing of a layer that is neither fused nor sharded."""
+    """Return the landing of a layer that is neither fused nor sharded."""
     rows, cols = Span(0, out_features), Span(0, in_features)
     return Landing((Target(weight, 0, rows, (rows,), (cols,)),), out_features, in_features, kernel)
 
 
 def as_rows(weight: torch.Tensor) -> torch.Tensor:
-    """``[rows, columns]`` of a weight, in the same memory."""
+    """Return ``[rows, columns]`` of a weight, in the same memory."""
     return weight.view(weight.shape[0], -1) if weight.dim() > 2 else weight
 
 
 def features(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, int]:
-    """Rows and columns of the whole weight of a layer of torch's own."""
+    """Return rows and columns of the whole weight of a layer of torch's own."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels * math.prod(layer.kernel_size)
 
 
 def kernel_of(layer: nn.Module) -> tuple[int, ...]:
-    """The kernel of a convolution; () of any other layer.
+    """Return the kernel of a convolution; () of any other layer.
 
     Raises:
         CannotLand: a convolution for which no merge is defined, or whose weight is not rows in memory.
@@ -106,12 +106,12 @@ def kernel_of(layer: nn.Module) -> tuple[int, ...]:
 
 
 def not_mergeable(layer: nn.Module) -> CannotLand:
-    """The refusal of a layer by its type."""
+    """Return the refusal of a layer by its type."""
     return CannotLand(f"it is a {type(layer).__name__}, not a linear layer or a convolution")
 
 
 def dotted_name(layer: str, segments: Collection[str], find: Callable[[str], Landing | None]) -> str:
-    """The dotted name of a layer that the sender may name as kohya does; the name as it is if it stands for none.
+    """Return the dotted name of a layer that may be named as kohya does; the name itself where it stands for none.
 
     Args:
         layer: the layer prefix as the sender names it.
@@ -132,6 +132,6 @@ def dotted_name(layer: str, segments: Collection[str], find: Callable[[str], Lan
             if landing is not None:
                 found.setdefault(landing, name)
     if len(found) > 1:
-        told = " and for ".join(repr(name) for name in found.values())
-        raise CannotLand(f"{layer!r} stands for {told}; send it under a dotted name")
+        layers = " and for ".join(repr(name) for name in found.values())
+        raise CannotLand(f"{layer!r} stands for {layers}; send it under a dotted name")
     return next(iter([*found.values(), *refused]), layer)

@@ -27,7 +27,7 @@ class Piece:
 
 
 def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
-    """The whole unsharded weight of a layer, in its landing's shape, from the pieces of all ranks."""
+    """Return the whole unsharded weight of a layer, in its landing's shape, from the pieces of all ranks."""
     everything = (Span(0, landing.out_features),), (Span(0, landing.in_features),)
     if len(pieces) == 1 and (pieces[0].target.b_rows, pieces[0].target.a_cols) == everything:
         return pieces[0].rows.view(landing.shape)
@@ -41,7 +41,7 @@ def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    """sglang's checksum of a tensor: its dtype, its shape, its bytes."""
+    """Return sglang's checksum of a tensor: its dtype, its shape, its bytes."""
     tensor = tensor.detach().cpu().contiguous()
     hasher = hashlib.sha256(str(tensor.dtype).encode() + repr(tuple(tensor.shape)).encode())
     hasher.update(tensor.view(torch.uint8).numpy().data)
@@ -49,7 +49,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 def sampled(pieces: Sequence[Piece], samples: Sequence[Sample]) -> dict[int, float]:
-    """Live values of the samples that these pieces hold, by position in ``samples``."""
+    """Return live values of the samples that these pieces hold, by position in ``samples``."""
     found: dict[int, float] = {}
     for piece in pieces:
         places = {
@@ -65,20 +65,20 @@ def sampled(pieces: Sequence[Piece], samples: Sequence[Sample]) -> dict[int, flo
 
 
 def within(live: float, expected: float, ulps: float, dtype: torch.dtype) -> bool:
-    """Whether a live value is at most ``ulps`` units in the last place, at that value in ``dtype``, from the other."""
+    """Return whether a live value is at most ``ulps`` units in the last place, in ``dtype``, from the other."""
     if not math.isfinite(live) or not math.isfinite(expected):
         return False
     return abs(live - expected) <= ulps * ulp(live, dtype)
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """The unit in the last place of a finite value in ``dtype``."""
+    """Return the unit in the last place of a finite value in ``dtype``."""
     smallest = _SMALLEST_EXPONENT[dtype]
     return 2.0 ** (max(math.frexp(value)[1] - _MANTISSA_BITS[dtype], smallest) if value else smallest)
 
 
 def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Spans of the whole with their first local index: they stand one after the other."""
+    """Return spans of the whole with their first local index: they stand one after the other."""
     passed = 0
     for span in spans:
         yield span, passed
@@ -86,5 +86,5 @@ def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
 
 
 def _local(spans: Sequence[Span], index: int) -> int | None:
-    """The local index of one of the whole; None where it is elsewhere."""
+    """Return the local index of one of the whole; None where it is elsewhere."""
     return next((local + index - span.start for span, local in _placed(spans) if span.start <= index < span.stop), None)

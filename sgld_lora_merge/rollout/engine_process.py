@@ -101,7 +101,7 @@ class EngineProcess:
         return {"stop": stopped - begun, "start": time.perf_counter() - stopped}
 
     def fault(self) -> str | None:
-        """Why it is not healthy; None where it is."""
+        """Return why it is not healthy; None where it is."""
         if self._process is None:
             return "it has not been started"
         if (code := self._process.poll()) is not None:
@@ -115,7 +115,7 @@ class EngineProcess:
         return f"{HEALTH_ROUTE} answered {answer.status}: {printable(answer.body[:500].decode(errors='replace'), 500)}"
 
     def last_lines(self, count: int = SHOWN_LINES) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOOKED_AT))
@@ -125,7 +125,7 @@ class EngineProcess:
             return f"({error})"
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever of its process group is left."""
+        """Send SIGTERM, then SIGKILL to whatever of its process group is left."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

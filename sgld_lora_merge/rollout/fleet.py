@@ -39,7 +39,7 @@ class Engine(Protocol):
     probe: Transport
 
     def fault(self) -> str | None:
-        """Why it must be started again; None for an engine that is well."""
+        """Return why it must be started again; None for an engine that is well."""
 
     def restart(self) -> Mapping[str, float]:
         """End it, start it, wait until it is healthy; seconds by stage.
@@ -65,7 +65,7 @@ class EngineFleet:
     Args:
         engines: all of them.
         live: what is live on all of them.
-        router: told which engines may be sent generations; None where there is no router.
+        router: is given the engines that may be sent generations; None where there is no router.
         policy: "immediate": each engine goes live after what it has begun. "pause": the router sends nothing new while
             they go live, so that no generation begins on one version after another has begun on the next. "wait": nor
             while the update travels, so that the engines finish all that they have before it.

@@ -11,7 +11,7 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 
 
 def uuids_of(indices: Sequence[str]) -> list[str]:
-    """The UUIDs of this machine's GPUs, in the order of the indices.
+    """Return the UUIDs of this machine's GPUs, in the order of the indices.
 
     Raises:
         LoraMergeError: there is no such GPU, or nvidia-smi does not tell.

@@ -41,7 +41,7 @@ class Ports:
         raise LoraMergeError(f"no {count} consecutive ports are free between {LOWEST} and {HIGHEST}")
 
     def close(self) -> None:
-        """Others may have them."""
+        """Give the ports back."""
         self._lock.close()
 
 

@@ -63,11 +63,11 @@ class EngineActor:
         return Running(self._url, self._node, pid, self._uuids, str(self._process.log), seconds)
 
     def fault(self) -> str | None:
-        """Why it is not healthy; None where it is."""
+        """Return why it is not healthy; None where it is."""
         return self._process.fault()
 
     def last_lines(self, count: int) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self._process.last_lines(count)
 
     def stop(self) -> None:
@@ -75,15 +75,15 @@ class EngineActor:
         self._process.stop()
 
     def update_weights_from_tensor(self, **fields: Any) -> Answer:
-        """One request of an update, payloads as handles."""
+        """Send one request of an update, payloads as handles."""
         return HttpTransport(self._url).update(fields)
 
     def upload(self, file: bytes, **fields: Any) -> Answer:
-        """One update as a file."""
+        """Send one update as a file."""
         return UploadTransport(self._url).update(fields, file)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        """Any other route."""
+        """Ask any other route."""
         return HttpTransport(self._url).ask(route, fields)
 
     @property
@@ -119,7 +119,7 @@ class RayEngine:
         self.actor = self._make()
 
     def fault(self) -> str | None:
-        """Why it must be started again; None for an engine that is well.
+        """Return why it must be started again; None for an engine that is well.
 
         Raises:
             SyncError: it is closed.
@@ -157,7 +157,7 @@ class RayEngine:
         return running.seconds
 
     def last_lines(self, count: int) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         try:
             return str(result(lambda: self.actor.last_lines.remote(count), ANSWER_S))
         except SyncError as error:

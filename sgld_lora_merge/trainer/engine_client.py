@@ -53,7 +53,7 @@ class Reply:
     complete: bool = True
 
     def content(self) -> Any:
-        """The body as JSON.
+        """Return the body as JSON.
 
         Raises:
             ValueError: it is not JSON, is nested too deeply, is compressed, or is too large.
@@ -128,7 +128,7 @@ class EngineClient:
 
 
 def fits(answer: object, form: type[Model]) -> Model:
-    """The answer as what its route says.
+    """Check that an answer has the form of its route, and return it in that form.
 
     Raises:
         ValueError: it has another form; the message says where, and has little of what was sent.
@@ -139,8 +139,8 @@ def fits(answer: object, form: type[Model]) -> Model:
         if error.error_count() > SHOWN_FAULTS:  # to spell all of them out would take memory
             raise ValueError(f"it has {error.error_count()} fields of a wrong type") from None
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-        told = (f"{'.'.join(map(str, each['loc'])) or 'the answer'}: {each['msg']}" for each in problems)
-        raise ValueError("; ".join(printable(each, 200) for each in told)) from None
+        problems_shown = (f"{'.'.join(map(str, each['loc'])) or 'the answer'}: {each['msg']}" for each in problems)
+        raise ValueError("; ".join(printable(each, 200) for each in problems_shown)) from None
 
 
 class _Clock:
@@ -157,7 +157,7 @@ class _Clock:
         return {"timeout": dict.fromkeys(("connect", "read", "write"), self._seconds)}
 
     def left(self, late: type[Exception]) -> float:
-        """Seconds that are left; ``late`` is raised where there are none."""
+        """Return seconds that are left; ``late`` is raised where there are none."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise late(f"not done after {self._seconds:g} s")
@@ -203,7 +203,7 @@ class _TimedBackend(httpcore.SyncBackend):
 
 
 def _pieces(content: bytes | Iterable[bytes], restart: Callable[[], None]) -> Iterator[bytes]:
-    """The body in pieces, each of which has the whole time limit, and so has the answer after the last one."""
+    """Return the body in pieces, each of which has the whole time limit, and so has the answer after the last one."""
     if isinstance(content, bytes):
         whole = content
         content = (whole[at : at + PIECE_NBYTES] for at in range(0, len(whole), PIECE_NBYTES))
@@ -214,7 +214,7 @@ def _pieces(content: bytes | Iterable[bytes], restart: Callable[[], None]) -> It
 
 
 def _read(answer: httpcore.Response) -> tuple[bytes, bool]:
-    """The body, and whether that is all of it."""
+    """Return the body, and whether that is all of it."""
     body = bytearray()
     for piece in answer.iter_stream():
         body += piece

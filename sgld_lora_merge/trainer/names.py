@@ -39,7 +39,7 @@ class PeftLoRAKeyMapper:
         self.adapter = adapter
 
     def is_lora_key(self, key: str) -> bool:
-        """Whether the adapter owns this key, one of a kind that is refused included."""
+        """Return whether the adapter owns this key, one of a kind that is refused included."""
         match = _ADAPTER_KEY.fullmatch(unwrapped(key))
         if match is None:
             return False
@@ -49,7 +49,7 @@ class PeftLoRAKeyMapper:
         )
 
     def to_sgld_name(self, key: str) -> str | None:
-        """``<layer prefix>.lora_A`` or ``.lora_B``; None for a key that the adapter does not own, or of unknown kind.
+        """Return ``<layer prefix>.lora_A`` or ``.lora_B``; None for a key of another adapter, or of unknown kind.
 
         Raises:
             RequestError: a part of the adapter that cannot be sent and must not be dropped in silence: a DoRA
@@ -68,26 +68,26 @@ class PeftLoRAKeyMapper:
         return f"{parsed.layer}.lora_{parsed.side}"
 
     def layer_prefix(self, key: str) -> str | None:
-        """The layer prefix of a key; None and errors as `to_sgld_name`."""
+        """Return the layer prefix of a key; None and errors as `to_sgld_name`."""
         name = self.to_sgld_name(key)
         return None if name is None else name.rpartition(".")[0]
 
 
 def is_adapter_key(key: str) -> bool:
-    """Whether some adapter owns this key."""
+    """Return whether some adapter owns this key."""
     return _ADAPTER_KEY.fullmatch(unwrapped(key)) is not None
 
 
 @functools.lru_cache(maxsize=2**16)  # every sync of a run has the same keys
 def unwrapped(key: str) -> str:
-    """A key without what PEFT, FSDP, checkpointing and torch.compile put into it, wherever that stands."""
+    """Return a key without what PEFT, FSDP, checkpointing and torch.compile put into it, wherever that stands."""
     return ".".join(_without_wrappers(key.split(".")))
 
 
 def collect_lora_layer_groups(
     state_dict: Mapping[str, torch.Tensor], mapper: PeftLoRAKeyMapper
 ) -> tuple[dict[str, LayerPair], list[str]]:
-    """The adapter's pairs by layer prefix, sorted, and the keys of the adapter that have no place.
+    """Return the adapter's pairs by layer prefix, sorted, and the keys of the adapter that have no place.
 
     Keys that the adapter does not own, base weights among them, are left out.
 

@@ -38,7 +38,7 @@ class RayTransport:
 
 
 def result(call: Callable[[], Any], timeout: float | None) -> Any:
-    """What a remote call returns.
+    """Return what a remote call returns.
 
     Raises:
         SyncError: it raised; the actor has no such method, is gone, or did not answer in time.

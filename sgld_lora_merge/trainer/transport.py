@@ -45,10 +45,10 @@ class Transport(Protocol):
     """What a strategy needs of one engine. Every method raises `SyncError` unless the engine says success."""
 
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
-        """One request of an update: the fields of the wire, and the safetensors file where that is what travels."""
+        """Send one request of an update: the fields of the wire, and the safetensors file where one travels."""
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        """Any other route: POST with fields, GET without."""
+        """Ask any other route: POST with fields, GET without."""
 
 
 class HttpTransport:

@@ -63,7 +63,7 @@ def _size(value: object = ()) -> tuple[int, ...]:
 
 
 def _cuda_tensor(reader: PayloadReader, *arguments: object) -> CudaTensor:
-    """A CUDA IPC export; slot 6 holds the exporting GPU's UUID, or an index on a machine of one GPU."""
+    """Return a CUDA IPC export; slot 6 holds the exporting GPU's UUID, or an index on a machine of one GPU."""
     if reader.shared:
         raise RequestError(
             "one CUDA payload for several workers: an IPC export may be opened once, so send one payload per rank in "
@@ -142,13 +142,13 @@ class _StorageStream(PickleMachine):
         return dtype
 
     def _keep_id(self) -> None:
-        """BINPERSID: the id is all there is."""
+        """Run BINPERSID: the id is all there is."""
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {**PickleMachine.dispatch, pickle.BINPERSID[0]: _keep_id}
 
 
 def _load_from_bytes(data: object) -> Typed:
-    """A storage in the format of `torch.save` that storages are pickled in: five pickles, a count, the bytes.
+    """Return a storage in the format of `torch.save` that storages are pickled in: five pickles, a count, the bytes.
 
     Read here and not by `torch.load`, which also reads compressed archives and allocates what a stream claims.
     """
@@ -175,14 +175,14 @@ def _ordered(items: object = ()) -> dict[str, Any]:
 
 
 def _encode(text: object, encoding: object) -> bytes:
-    """How pickle protocol 2 writes bytes."""
+    """Make bytes as pickle protocol 2 writes them."""
     if not isinstance(text, str) or encoding != "latin1":
         raise RequestError("only latin1 bytes are read")
     return text.encode("latin1")
 
 
 def _no_bytes(*arguments: object) -> bytes:
-    """How pickle protocol 2 writes bytes of no length."""
+    """Make bytes of no length, as pickle protocol 2 writes them."""
     if arguments:
         raise RequestError("bytes from arguments are not read")
     return b""

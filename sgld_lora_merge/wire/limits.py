@@ -28,7 +28,7 @@ _JSON_NBYTES = {b"[": 160, b"{": 320, b":": 160, b",": 40}
 
 
 def allowance(sent: int) -> int:
-    """Bytes of memory that a request of so many bytes may take beside itself."""
+    """Return bytes of memory that a request of so many bytes may take beside itself."""
     return max(FREE_NBYTES, TIMES_SENT * sent)
 
 
@@ -95,7 +95,7 @@ def check_json(text: str | bytes, what: str, sent: int | None = None) -> None:
 
 
 def _count(data: bytes, mark: bytes) -> int:
-    """How often a byte occurs. Where it is rare, looking for the next one is ten times as fast as counting."""
+    """Return how often a byte occurs. Where it is rare, looking for the next one is ten times as fast as counting."""
     at = -1
     for found in range(64):
         if (at := data.find(mark, at + 1)) < 0:

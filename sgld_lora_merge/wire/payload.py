@@ -61,7 +61,7 @@ def pack(
 
 
 def encode(content: object) -> str:
-    """Pickle with tensors as handles, then base64. CPU tensors are moved into shared memory, in place."""
+    """Encode a pickle with tensors as handles, in base64. CPU tensors are moved into shared memory, in place."""
     buffer = io.BytesIO()
     # protocol 2 writes a class as plain text, once: the only place where sglang's name has to stand
     pickler = pickle.Pickler(buffer, protocol=2)
@@ -140,7 +140,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 
 def decode(payload: str, reader: PayloadReader) -> object:
-    """Base64, then the allow-listed unpickler, which opens the handles.
+    """Decode base64, then let the allow-listed unpickler open the handles.
 
     Raises:
         RequestError: malformed base64 or pickle, or a global outside the allow-list.
@@ -155,7 +155,7 @@ def decode(payload: str, reader: PayloadReader) -> object:
 def named_tensors(
     content: object, load_format: str | None, modules: Sequence[str], routed: Collection[str] = ()
 ) -> dict[str, NamedTensors]:
-    """What a payload holds for each of the request's modules.
+    """Return what a payload holds for each of the request's modules.
 
     Args:
         routed: modules whose tensors may be in another one's list, under a prefix; they need no list of their own.
@@ -219,12 +219,12 @@ def _read_list(content: object) -> NamedTensors:
 
 
 def normalised_uuid(uuid: str) -> str:
-    """A GPU UUID as torch prints it: without NVML's ``GPU-`` or ``MIG-``, in lower case."""
+    """Return a GPU UUID as torch prints it: without NVML's ``GPU-`` or ``MIG-``, in lower case."""
     return uuid.removeprefix("MIG-").removeprefix("GPU-").lower()
 
 
 def cuda_device_index(uuid: str) -> int:
-    """Index in this process of the GPU with that UUID.
+    """Return index in this process of the GPU with that UUID.
 
     Raises:
         RequestError: this process does not see it; the message holds the UUIDs that it sees.

@@ -41,7 +41,7 @@ def _code(name: str) -> int:
 
 
 def _strict_text(opcode: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The opcode, but for lone surrogates, with which no answer could name the text."""
+    """Return the opcode, but for lone surrogates, with which no answer could name the text."""
 
     def read(unpickler: PickleMachine) -> None:
         opcode(unpickler)
@@ -92,7 +92,7 @@ class PickleMachine(pickle._Unpickler):
         raise RequestError(f"the payload has more than {MOST_OPCODES} opcodes")
 
     def _skip_frame(self) -> None:
-        """FRAME: its length tells nothing that is needed."""
+        """Skip FRAME: its length is not needed."""
         self.read(8)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -104,7 +104,7 @@ class PickleMachine(pickle._Unpickler):
         raise NotImplementedError
 
     def _call(self) -> None:
-        """REDUCE: what the call may copy is paid for."""
+        """Run REDUCE; what the call may copy is charged."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple:
             raise RequestError("the payload calls something without a tuple of arguments")
@@ -121,7 +121,7 @@ class PickleMachine(pickle._Unpickler):
         self.append(made)
 
     def _make(self) -> None:
-        """NEWOBJ: of a class, only the two that pickles of ours and of sglang's instantiate."""
+        """Run NEWOBJ, for the only two classes that pickles of ours and of sglang's instantiate."""
         arguments, cls = self.stack.pop(), self.stack.pop()
         if cls is FileDescriptor:
             refuse_file_descriptor()
@@ -130,7 +130,7 @@ class PickleMachine(pickle._Unpickler):
         self.append(DescribedEntry())
 
     def _give_fields(self) -> None:
-        """BUILD: the fields of one metadata entry, and no state of anything else."""
+        """Run BUILD: set the fields of one metadata entry, and no state of anything else."""
         state, entry = self.stack.pop(), self.stack[-1]
         if type(entry) is not DescribedEntry or type(state) is not dict:
             raise RequestError(f"the payload sets attributes of a {type(entry).__name__}")

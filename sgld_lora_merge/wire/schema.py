@@ -62,8 +62,8 @@ def _fingerprint(text: str) -> str:
 
 def _check_length(text: str, most: int) -> None:
     if len(text) > most:
-        told = "has {length} characters, at most {most} are allowed"
-        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(text), "most": most})
+        template = "has {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, template, {"length": len(text), "most": most})
 
 
 def _at_most(count: int, what: str) -> Callable[[Value], Value]:
@@ -71,8 +71,8 @@ def _at_most(count: int, what: str) -> Callable[[Value], Value]:
 
     def check(value: Value) -> Value:
         if isinstance(value, (list, dict)) and len(value) > count:
-            told = "has {length} " + what + ", at most {most} are allowed"
-            raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(value), "most": count})
+            template = "has {length} " + what + ", at most {most} are allowed"
+            raise PydanticCustomError(_BEYOND_LIMIT, template, {"length": len(value), "most": count})
         return value
 
     return check
@@ -87,8 +87,8 @@ def _short_names(layers: dict[str, Value]) -> dict[str, Value]:
 
 def _short_name(name: str) -> str:
     if len(name) > LONGEST_NAME:
-        told = "has a layer name of {length} characters, at most {most} are allowed"
-        raise PydanticCustomError(_BEYOND_LIMIT, told, {"length": len(name), "most": LONGEST_NAME})
+        template = "has a layer name of {length} characters, at most {most} are allowed"
+        raise PydanticCustomError(_BEYOND_LIMIT, template, {"length": len(name), "most": LONGEST_NAME})
     return name
 
 
@@ -307,7 +307,7 @@ class ErrorAnswer(BaseModel):
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object; NaN and Infinity are read, so that the check of the field can name them.
+    """Return a JSON object; NaN and Infinity are read, so that the check of the field can name them.
 
     Raises:
         RequestError: not JSON, or not an object; or it has more parts than a body of its length may have.
@@ -323,7 +323,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def parse_fields(model: type[Model], fields: dict[str, Any]) -> tuple[Model, list[str]]:
-    """The typed request, and the names of fields that the contract does not know: ten, each cut to 80 characters.
+    """Return the typed request, and the names of fields that the contract does not know: ten, each cut short.
 
     Raises:
         FieldTypeError: fields of a wrong type, all of them.
@@ -337,10 +337,10 @@ def parse_fields(model: type[Model], fields: dict[str, Any]) -> tuple[Model, lis
         missing = [str(p["loc"][0]) for p in problems if p["type"] == "missing"]
         if missing:
             raise RequestError(*(f"{name} is required" for name in missing)) from error
-        told = [_describe(problem) for problem in problems]
+        faults = [_describe(problem) for problem in problems]
         if any(problem["type"] == _BEYOND_LIMIT for problem in problems):
-            raise RequestError(*told) from None
-        raise FieldTypeError(summarise(told)) from None  # pydantic's own error holds all of the input
+            raise RequestError(*faults) from None
+        raise FieldTypeError(summarise(faults)) from None  # pydantic's own error holds all of the input
     unknown = heapq.nsmallest(SHOWN_FAULTS, fields.keys() - model.model_fields.keys())
     return request, [cut(name) for name in unknown]
 

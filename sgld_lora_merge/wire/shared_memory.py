@@ -15,7 +15,7 @@ COUNT_NBYTES = 64  # in front of the content, with the count of those that have 
 
 
 def segment_status(handle: bytes) -> os.stat_result | None:
-    """The status of the file behind a name of shared memory; None where there is no regular file of this name."""
+    """Return the status of the file behind a name of shared memory; None where there is no such regular file."""
     try:
         status = os.stat(path_of(handle), follow_symlinks=False)
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ class SegmentOpener:
 
 
 def _mapped_apart(path: str, opened: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same memory, mapped without torch, where that can be done.
+    """Return the same memory, mapped without torch, where that can be done.
 
     What torch has opened it reports to the sender's manager of shared memory when it is freed, and where that one was
     killed meanwhile the report ends this process ("terminate called ... Broken pipe"). So it is freed as soon as the

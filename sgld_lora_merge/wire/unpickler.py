@@ -98,7 +98,7 @@ class _Copies:
 
 
 def _walk(content: object, leaf: Callable[[object], object], depth: int, copies: _Copies) -> object:
-    """The content with everything but dicts, lists and tuples replaced by ``leaf`` of it."""
+    """Return the content with everything but dicts, lists and tuples replaced by ``leaf`` of it."""
     if type(content) not in (dict, list, tuple):
         copies.spend(8)
         return leaf(content)

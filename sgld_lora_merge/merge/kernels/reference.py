@@ -119,7 +119,7 @@ def merge(jobs: Iterable[MergeJob], precision: Precision, scratch: EagerScratch 
 
 
 def _with_base_at_hand(job: MergeJob, scratch: EagerScratch) -> MergeJob:
-    """The job with its base on the device that merges."""
+    """Return the job with its base on the device that merges."""
     if job.base.device == job.out.device:
         return job
     base = scratch.base[: job.base.nbytes].view(job.base.dtype).view(job.base.shape)
@@ -153,7 +153,7 @@ def _merge_fp16(job: MergeJob, scratch: EagerScratch) -> MergeStats:
 def _chunks(
     job: MergeJob, terms: Sequence[Term], scratch: EagerScratch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For some rows at a time: ``out``, the sum of the terms, and ``base`` plus that sum, the latter two in float64."""
+    """Yield for some rows at a time ``out``, the sum of the terms and ``base`` plus that sum, both in float64."""
     device = job.out.device
     sides = []
     for term in terms:
@@ -176,7 +176,7 @@ def _chunks(
 
 
 def _stats(out: torch.Tensor, update: torch.Tensor, exact: torch.Tensor) -> MergeStats:
-    """Statistics of one chunk; ``exact`` is overwritten."""
+    """Compute the statistics of one chunk; ``exact`` is overwritten."""
     non_finite = int((~torch.isfinite(out)).sum())
     return MergeStats(_squared_norm(exact.sub_(out)), _squared_norm(update), non_finite)
 
@@ -186,7 +186,7 @@ def _squared_norm(tensor: torch.Tensor) -> float:
 
 
 def _take(tensor: torch.Tensor, spans: tuple[Span, ...], dim: int) -> torch.Tensor:
-    """The spans of one dimension, one after the other; a view where they are a single one."""
+    """Return the spans of one dimension, one after the other; a view where they are a single one."""
     parts = [tensor.narrow(dim, span.start, span.size) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -33,7 +33,7 @@ STATISTICS = tl.constexpr(
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr, emulated: tl.constexpr):
-    """float32 to dtype, half to even, and the float32 that the result is."""
+    """Return round float32 to dtype, half to even; return also the float32 that the result is."""
     if dtype == tl.bfloat16:
         if emulated:
             bits = x.to(tl.uint32, bitcast=True)
@@ -58,7 +58,7 @@ def _rounded(x, dtype: tl.constexpr, emulated: tl.constexpr):
 
 @triton.jit
 def _wide(x, emulated: tl.constexpr):
-    """To float32."""
+    """Convert to float32."""
     if x.dtype == tl.bfloat16 and not emulated:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
@@ -68,7 +68,7 @@ def _wide(x, emulated: tl.constexpr):
 
 @triton.jit
 def _eager_sum(w, product, scale, dtype: tl.constexpr, emulated: tl.constexpr):
-    """``w + (product.to(dtype) * scale).to(dtype)`` in dtype, w as its float32; and the float32 that the result is."""
+    """Return ``w + (product.to(dtype) * scale).to(dtype)`` in dtype, w given as float32; and the result's float32."""
     if dtype == tl.bfloat16 and not emulated:  # a sum of two bfloat16 is the same rounded once as by way of float32
         return tl.inline_asm_elementwise(
             """
@@ -107,7 +107,7 @@ def _cast(x, dtype: tl.constexpr, emulated: tl.constexpr):
 
 @triton.jit
 def _planes(x, DOT: tl.constexpr, SPLIT: tl.constexpr, emulated: tl.constexpr):
-    """An operand as the tensor cores take it: cast to DOT, or three bfloat16 that add up to its float32."""
+    """Return an operand as the tensor cores take it: cast to DOT, or three bfloat16 that add up to its float32."""
     if SPLIT:
         x = _wide(x, emulated)
         high, value = _rounded(x, tl.bfloat16, emulated)
@@ -130,7 +130,7 @@ def _dot(b, a, product, emulated: tl.constexpr):
 
 @triton.jit
 def _product(b, b_middle, b_low, a, a_middle, a_low, product, SPLIT: tl.constexpr, emulated: tl.constexpr):
-    """``product + b @ a`` in float32; of a split the six products that float32 can see, the smallest first."""
+    """Return ``product + b @ a`` in float32; of a split the six products that float32 can see, the smallest first."""
     if SPLIT:
         product = _dot(b_low, a, product, emulated)
         product = _dot(b, a_low, product, emulated)

@@ -23,7 +23,7 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``partials[p]``: the sum over the blocks p, p + programs, ...; ``words.word_sum`` has the formula."""
+    """Store in ``partials[p]`` the sum over the blocks p, p + programs, ...; ``words.word_sum`` has the formula."""
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], dtype=tl.int64)
     for first in range(program * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -38,7 +38,7 @@ def _partial_sums(  # type: ignore[no-untyped-def]
 
 
 def word_sum(words: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """As `words.word_sum`, of words on a GPU; nothing waits for the GPU."""
+    """Compute `words.word_sum` of words on a GPU; nothing waits for the GPU."""
     programs = max(1, min(PROGRAMS, triton.cdiv(words.numel(), BLOCK)))
     partials = torch.empty(programs, dtype=torch.int64, device=words.device)
     constants = {"GAMMA": reference.GAMMA, "FIRST": reference.FIRST, "SECOND": reference.SECOND}

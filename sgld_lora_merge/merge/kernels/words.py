@@ -37,7 +37,7 @@ def word_sum(words: torch.Tensor, start: int = 0) -> torch.Tensor:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """``mix`` of each element; overwrites them."""
+    """Replace each element by its ``mix``."""
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         x ^= (x >> shift) & (2 ** (64 - shift) - 1)  # int64 is shifted with its sign
         x *= factor
@@ -45,5 +45,5 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The value modulo 2^64, as a signed 64-bit integer."""
+    """Return the value modulo 2^64, as a signed 64-bit integer."""
     return (value + 2**63) % 2**64 - 2**63
