@@ -22,7 +22,7 @@ from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli import doctor as checks
 from sgld_lora_merge.cli import pushing, show
 from sgld_lora_merge.cli.base import BaseWeights
-from sgld_lora_merge.cli.inspection import AdapterReport, report
+from sgld_lora_merge.cli.inspection import report
 from sgld_lora_merge.errors import LoraMergeError, name_some
 from sgld_lora_merge.trainer.answers import ShownStatus, UpdateShown
 from sgld_lora_merge.trainer.expected import DTYPES
@@ -102,7 +102,7 @@ def show_status(
             known = status(engine)
             if watch is not None and not as_json:
                 Console().clear()  # of a terminal; a log keeps all
-            _print(as_json, known, _show_status)
+            _print(as_json, known, show.print_status)
             if watch is None:
                 return
             time.sleep(watch)
@@ -118,7 +118,7 @@ def reset(
 ) -> None:
     """Bring the base weights back, bit for bit."""
     answer = connect(url).ask(RESET_ROUTE, {"target_modules": module, "adapter": adapter})
-    _print(as_json, answer, _show_message)
+    _print(as_json, answer, show.print_message)
 
 
 @app.command("rollback")
@@ -126,7 +126,7 @@ def reset(
 def rollback(url: Url, as_json: AsJson = False) -> None:
     """Bring back what was live before the last update or reset, one step."""
     answer = connect(url).ask(ROLLBACK_ROUTE, {})
-    _print(as_json, answer, _show_message)
+    _print(as_json, answer, show.print_message)
 
 
 @app.command("push")
@@ -175,7 +175,7 @@ def push(
     mapped = pushing.mapping(engine, update) if dry_run or verify or ipc else []
     if dry_run:
         content = {"layers": [asdict(each) for each in mapped]}
-        _print(as_json, content, lambda console, _: _show_mapping(console, mapped))
+        _print(as_json, content, lambda console, _: show.print_mapping(console, mapped))
         raise typer.Exit(1 if any(each.fault for each in mapped) else 0)
     expected = {}
     if base is not None and verify:
@@ -194,7 +194,7 @@ def push(
     accepted(f"{engine.url} answered", answer, UpdateShown)
     if verify:
         answer["verified"] = pushing.verify(engine, expected)
-    _print(as_json, answer, _show_answer)
+    _print(as_json, answer, show.print_answer)
 
 
 @app.command("inspect")
@@ -224,7 +224,7 @@ def inspect(
         DTYPES[known.forward_dtype] if known else None,
     )
 
-    _print(as_json, asdict(found), lambda console, _: _show_report(console, found))
+    _print(as_json, asdict(found), lambda console, _: show.print_report(console, found))
 
 
 def main() -> None:
@@ -266,48 +266,6 @@ def _print(as_json: bool, content: dict[str, Any], show_content: Callable[[Conso
         typer.echo(json.dumps(content))
     else:
         show_content(Console(), content)
-
-
-def _show_message(console: Console, answer: dict[str, Any]) -> None:
-    console.print(answer["message"], markup=False)
-
-
-def _show_status(console: Console, known: dict[str, Any]) -> None:
-    console.print(show.modules(known))
-    if known["updates"]:
-        console.print()
-        console.print(show.updates(known))
-    totals, sleeping = known["totals"], ", asleep" if known["sleeping"] else ""
-    console.print(f"\n{totals['updates']} updates, {sum(totals['failures'].values())} failures{sleeping}")
-
-
-def _show_mapping(console: Console, mapped: list[pushing.Mapped]) -> None:
-    console.print(show.mapping(mapped))
-    bad = sum(bool(each.fault) for each in mapped)
-    console.print(f"\n{len(mapped) - bad} of {len(mapped)} layers would land; nothing was sent")
-
-
-def _show_answer(console: Console, answer: dict[str, Any]) -> None:
-    console.print(f"{answer['message']}, weight_version {answer['weight_version']}", markup=False)
-    if answer["rounding_loss"] is not None:
-        console.print(f"rounding took {answer['rounding_loss']:.2%} of the update ({answer['merge_precision']})")
-    times = ", ".join(f"{stage} {milliseconds:.1f} ms" for stage, milliseconds in answer["timings_ms"].items())
-    console.print(times, markup=False)
-    if "verified" in answer:
-        console.print(f"verified: {answer['verified']}", markup=False)
-
-
-def _show_report(console: Console, found: AdapterReport) -> None:
-    console.print(show.report(found))
-    targets = ", ".join(f"{name} ({count})" for name, count in found.target_modules.items())
-    console.print(f"\n{len(found.layers)} layers, {found.nbytes / 2**20:.1f} MiB of A and B")
-    console.print(f"target modules: {targets}", markup=False)
-    if found.rounding_loss is not None:
-        console.print(f"rounding would take {found.rounding_loss:.2%} of the update, by norm")
-    if found.beyond:
-        console.print(f"not in the family's target modules: {name_some(found.beyond)}", markup=False)
-    if found.missing:
-        console.print(f"target modules of the family that no layer has: {name_some(found.missing)}", markup=False)
 
 
 def _upload(engine: HttpTransport, update: pushing.PushedAdapter, *, quiet: bool) -> dict[str, Any]:

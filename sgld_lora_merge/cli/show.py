@@ -1,16 +1,18 @@
-"""Results as tables for people."""
+"""Print results for people, as tables and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sgld_lora_merge.cli.doctor import Check
 from sgld_lora_merge.cli.inspection import AdapterReport
 from sgld_lora_merge.cli.pushing import Mapped
+from sgld_lora_merge.errors import name_some
 from sgld_lora_merge.trainer.transport import Answer
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
@@ -83,3 +85,45 @@ def _shape(shape: dict[str, Any]) -> list[str]:
 
 def _text(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def print_message(console: Console, answer: dict[str, Any]) -> None:
+    console.print(answer["message"], markup=False)
+
+
+def print_status(console: Console, known: dict[str, Any]) -> None:
+    console.print(modules(known))
+    if known["updates"]:
+        console.print()
+        console.print(updates(known))
+    totals, sleeping = known["totals"], ", asleep" if known["sleeping"] else ""
+    console.print(f"\n{totals['updates']} updates, {sum(totals['failures'].values())} failures{sleeping}")
+
+
+def print_mapping(console: Console, mapped: Sequence[Mapped]) -> None:
+    console.print(mapping(mapped))
+    bad = sum(bool(each.fault) for each in mapped)
+    console.print(f"\n{len(mapped) - bad} of {len(mapped)} layers would land; nothing was sent")
+
+
+def print_answer(console: Console, answer: dict[str, Any]) -> None:
+    console.print(f"{answer['message']}, weight_version {answer['weight_version']}", markup=False)
+    if answer["rounding_loss"] is not None:
+        console.print(f"rounding took {answer['rounding_loss']:.2%} of the update ({answer['merge_precision']})")
+    times = ", ".join(f"{stage} {milliseconds:.1f} ms" for stage, milliseconds in answer["timings_ms"].items())
+    console.print(times, markup=False)
+    if "verified" in answer:
+        console.print(f"verified: {answer['verified']}", markup=False)
+
+
+def print_report(console: Console, found: AdapterReport) -> None:
+    console.print(report(found))
+    targets = ", ".join(f"{name} ({count})" for name, count in found.target_modules.items())
+    console.print(f"\n{len(found.layers)} layers, {found.nbytes / 2**20:.1f} MiB of A and B")
+    console.print(f"target modules: {targets}", markup=False)
+    if found.rounding_loss is not None:
+        console.print(f"rounding would take {found.rounding_loss:.2%} of the update, by norm")
+    if found.beyond:
+        console.print(f"not in the family's target modules: {name_some(found.beyond)}", markup=False)
+    if found.missing:
+        console.print(f"target modules of the family that no layer has: {name_some(found.missing)}", markup=False)

@@ -67,7 +67,7 @@ class BaseStore:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """A device's memory, in bytes.
 
     Attributes:
@@ -94,7 +94,7 @@ class StorePolicy:
     choice: Choice = "auto"
     reserve_bytes: int | None = None
 
-    def decide(self, nbytes: int, memory: Memory) -> tuple[Kind, str]:
+    def decide(self, nbytes: int, memory: DeviceMemory) -> tuple[Kind, str]:
         """Return where ``nbytes`` of W0 go, and a sentence that says why."""
         if self.choice != "auto":
             return self.choice, f"{BASE_STORE_VARIABLE}={self.choice}"
@@ -113,12 +113,12 @@ def policy_from(settings: Settings) -> StorePolicy:
     return StorePolicy(settings.base_store, settings.base_reserve_bytes)
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """Return the memory of a GPU as it is now."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
-    return Memory(total, free + cached, torch.cuda.max_memory_allocated(device) - allocated)
+    return DeviceMemory(total, free + cached, torch.cuda.max_memory_allocated(device) - allocated)
 
 
 def device_copy(rows: torch.Tensor) -> torch.Tensor:

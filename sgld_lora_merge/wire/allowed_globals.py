@@ -31,7 +31,7 @@ from sgld_lora_merge.wire.described import (
     refuse_file_descriptor,
 )
 from sgld_lora_merge.wire.layout import DTYPES, MAX_DIMENSIONS
-from sgld_lora_merge.wire.limits import Memory
+from sgld_lora_merge.wire.limits import MemoryBudget
 from sgld_lora_merge.wire.pickle_machine import PickleMachine
 
 _MAX_INT = 2**63 - 1
@@ -133,7 +133,7 @@ class _StorageStream(PickleMachine):
     """The pickles in front of an inline storage's bytes; what they say of it is a persistent id."""
 
     def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, Memory(0, _STREAM_NBYTES))
+        super().__init__(stream, MemoryBudget(0, _STREAM_NBYTES))
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = _STORAGES.get((module, name))

@@ -32,7 +32,7 @@ def allowance(sent: int) -> int:
     return max(FREE_NBYTES, TIMES_SENT * sent)
 
 
-class Memory:
+class MemoryBudget:
     """The memory that one request may take. What is made of it is charged before or as it is made.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.wire.described import DescribedEntry, DescribedTensor, FileDescriptor, refuse_file_descriptor
 from sgld_lora_merge.wire.layout import BucketEntry
-from sgld_lora_merge.wire.limits import MOST_OPCODES, Memory
+from sgld_lora_merge.wire.limits import MOST_OPCODES, MemoryBudget
 
 ENTRY_FIELDS = {field.name for field in fields(BucketEntry)}
 
@@ -62,7 +62,7 @@ class PickleMachine(pickle._Unpickler):
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: io.BytesIO, memory: Memory) -> None:
+    def __init__(self, file: io.BytesIO, memory: MemoryBudget) -> None:
         super().__init__(file)
         self._file = file
         self._memory = memory

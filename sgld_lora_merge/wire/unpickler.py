@@ -8,8 +8,8 @@ It works in two phases. Unpickling builds descriptions only; when the whole payl
 handles are opened and the descriptions become tensors. A payload that is refused for what it says was never opened.
 
 Neither memory nor time may grow beyond what the payload's bytes and its storages account for: every object is charged
-against the memory that the payload may take (`limits.Memory`) when its opcode is read, again for each copy, and each
-time that it is named; and no tensor is larger than its storage.
+against the memory that the payload may take (`limits.MemoryBudget`) when its opcode is read, again for each copy, and
+each time that it is named; and no tensor is larger than its storage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sgld_lora_merge.wire.described import (
     check_extent,
 )
 from sgld_lora_merge.wire.layout import BucketEntry
-from sgld_lora_merge.wire.limits import ENTRY_NBYTES, TENSOR_NBYTES, Memory
+from sgld_lora_merge.wire.limits import ENTRY_NBYTES, TENSOR_NBYTES, MemoryBudget
 from sgld_lora_merge.wire.pickle_machine import DICT_NBYTES, ENTRY_FIELDS, FIELD_NBYTES, PickleMachine
 from sgld_lora_merge.wire.shared_memory import SegmentOpener
 
@@ -50,7 +50,7 @@ def load(data: bytes, reader: PayloadReader) -> object:
             cannot be opened. Nothing of the payload was executed.
     """
     try:
-        memory = Memory(len(data))
+        memory = MemoryBudget(len(data))
         described = _PayloadPickle(data, reader, memory).load()
         checked = _walk(described, _Checker(memory), _MAX_DEPTH, _Copies(len(data), memory))
         return _walk(checked, _Opener(reader), _MAX_DEPTH, _Copies(len(data), memory))
@@ -67,7 +67,7 @@ def load(data: bytes, reader: PayloadReader) -> object:
 
 
 class _PayloadPickle(PickleMachine):
-    def __init__(self, data: bytes, reader: PayloadReader, memory: Memory) -> None:
+    def __init__(self, data: bytes, reader: PayloadReader, memory: MemoryBudget) -> None:
         super().__init__(io.BytesIO(data), memory)
         self._reader = reader
 
@@ -86,7 +86,7 @@ class _Copies:
     Containers in each other would have no end. Where nothing is held twice, each part has a byte of its own.
     """
 
-    def __init__(self, parts: int, memory: Memory) -> None:
+    def __init__(self, parts: int, memory: MemoryBudget) -> None:
         self._left = parts
         self._memory = memory
 
@@ -115,7 +115,7 @@ def _walk(content: object, leaf: Callable[[object], object], depth: int, copies:
 class _Checker:
     """Metadata entries whole, descriptions of tensors and plain values as they are."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self._viewed = self._stored = 0  # bytes
         self._seen: dict[int | bytes, int] = {}  # storage -> bytes

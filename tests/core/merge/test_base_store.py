@@ -10,7 +10,7 @@ import torch
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.merge.base_store import (
     BaseStore,
-    Memory,
+    DeviceMemory,
     StorePolicy,
     device_copy,
     host_copies,
@@ -88,7 +88,7 @@ GIB = 2**30
 
 
 def test_auto_keeps_base_weights_on_the_device_while_the_reserve_stays_free():
-    kind, why = StorePolicy().decide(10 * GIB, Memory(total=100 * GIB, free=20 * GIB, peak=0))
+    kind, why = StorePolicy().decide(10 * GIB, DeviceMemory(total=100 * GIB, free=20 * GIB, peak=0))
 
     assert kind == "device"
     assert why == (
@@ -100,10 +100,10 @@ def test_auto_keeps_base_weights_on_the_device_while_the_reserve_stays_free():
 @pytest.mark.parametrize(
     ("policy", "memory"),
     [
-        (StorePolicy(), Memory(total=100 * GIB, free=20 * GIB - 1, peak=0)),
-        (StorePolicy(reserve_bytes=11 * GIB), Memory(total=100 * GIB, free=20 * GIB, peak=0)),
-        (StorePolicy(reserve_bytes=0), Memory(total=100 * GIB, free=20 * GIB, peak=11 * GIB)),
-        (StorePolicy("host"), Memory(total=100 * GIB, free=90 * GIB, peak=0)),
+        (StorePolicy(), DeviceMemory(total=100 * GIB, free=20 * GIB - 1, peak=0)),
+        (StorePolicy(reserve_bytes=11 * GIB), DeviceMemory(total=100 * GIB, free=20 * GIB, peak=0)),
+        (StorePolicy(reserve_bytes=0), DeviceMemory(total=100 * GIB, free=20 * GIB, peak=11 * GIB)),
+        (StorePolicy("host"), DeviceMemory(total=100 * GIB, free=90 * GIB, peak=0)),
     ],
     ids=["a tenth of the device", "a named reserve", "what a generation once needed", "as told"],
 )

@@ -17,7 +17,14 @@ from sgld_lora_merge.wire import layout as layouts
 from sgld_lora_merge.wire.bucket import flatten, unflatten
 from sgld_lora_merge.wire.described import PayloadReader
 from sgld_lora_merge.wire.layout import BucketEntry, layout_text, read_layout
-from sgld_lora_merge.wire.limits import LONGEST_LABEL, LONGEST_NAME, MOST_MODULES, MOST_PAYLOADS, Memory, check_json
+from sgld_lora_merge.wire.limits import (
+    LONGEST_LABEL,
+    LONGEST_NAME,
+    MOST_MODULES,
+    MOST_PAYLOADS,
+    MemoryBudget,
+    check_json,
+)
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, named_tensors
 from sgld_lora_merge.wire.schema import (
     FieldTypeError,
@@ -215,7 +222,7 @@ def test_all_faults_of_a_large_request_are_counted():
 
 
 def test_memory_is_refused_when_it_is_spent():
-    memory = Memory(0, 100)
+    memory = MemoryBudget(0, 100)
     memory.spend(100)
     with pytest.raises(RequestError, match="takes more than 100 bytes"):
         memory.spend(1)
