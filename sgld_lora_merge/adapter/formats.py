@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +15,13 @@ from sgld_lora_merge.adapter.file import read_adapter
 from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.adapter.pairs import Pair
-from sgld_lora_merge.adapter.precision import checked_scale
-from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some
+from sgld_lora_merge.adapter.peft_config import PeftScales, keeps_base, variant_faults
+from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some, summarise
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"  # diffusers puts PEFT's config there, as JSON
 COMPONENT = "transformer."  # diffusers' pipelines put the module's name in front
-# inits that leave the base weights as they are; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take B @ A off them
-_KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
-
-
-@dataclass(frozen=True)
-class PeftScales:
-    """What PEFT's config says of scales.
-
-    Attributes:
-        alpha: of every layer that no pattern is for.
-        alpha_pattern: regular expression for the end of a layer's name -> alpha.
-        rank_stabilized: the scale is ``alpha / sqrt(rank)`` (rsLoRA) instead of ``alpha / rank``.
-    """
-
-    alpha: float
-    alpha_pattern: Mapping[str, float]
-    rank_stabilized: bool
-
-    def of(self, layer: str, rank: int) -> float:
-        """Return the whole scale of a layer; the first pattern that matches says its alpha, as in PEFT."""
-        matching = (own for key, own in self.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
-        alpha = next(matching, self.alpha)
-        return checked_scale(alpha / (math.sqrt(rank) if self.rank_stabilized else rank), f"alpha {alpha} of {layer!r}")
 
 
 def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
@@ -83,6 +58,9 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
     if config is None:
         return tuple(pairing.pairs)
     scales = _scales(config, path)
+    by_config = [pair for pair in pairing.pairs if pair.layer not in said]
+    if faults := [fault for pair in by_config if (fault := scales.rank_fault(pair.layer, pair.rank)) is not None]:
+        raise LoraMergeError(f"{path}: {summarise(faults)}")
     return tuple(
         pair if pair.layer in said else replace(pair, scale=scales.of(pair.layer, pair.rank)) for pair in pairing.pairs
     )
@@ -98,11 +76,6 @@ def named_tensors(pairs: Sequence[Pair]) -> list[tuple[str, torch.Tensor]]:
             (f"{pair.layer}.lora_B", pair.b.view(*pair.b.shape, *[1] * (a.dim() - 2))),
         ]
     return [(name, tensor.contiguous()) for name, tensor in named]
-
-
-def keeps_base(init: object) -> bool:
-    """Return whether this ``init_lora_weights`` leaves the base weights as they are; None is PEFT's default."""
-    return (init.lower() if isinstance(init, str) else init) in _KEEP_BASE
 
 
 def _find(path: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -138,8 +111,13 @@ def _read_json(text: str, source: str) -> dict[str, Any]:
 
 def _scales(config: Mapping[str, Any], path: Path) -> PeftScales:
     kind, initial = config.get("peft_type", "LORA"), config.get("init_lora_weights")
-    if kind != "LORA" or config.get("use_dora"):
-        raise LoraMergeError(f"{path} is {'DoRA' if kind == 'LORA' else kind}; only LoRA is merged")
+    if kind != "LORA":
+        raise LoraMergeError(f"{path} is {kind}; only LoRA is merged")
+    if faults := variant_faults(config):
+        raise LoraMergeError(
+            f"{path} is more than A and B, and only those are merged: {summarise(faults)}. Merge it in the trainer, "
+            "and send full weights"
+        )
     if not keeps_base(initial):
         raise LoraMergeError(
             f"{path} was initialised with {initial}, which changes the base weights too: save it as plain LoRA, with "
@@ -148,4 +126,7 @@ def _scales(config: Mapping[str, Any], path: Path) -> PeftScales:
     alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
     if any(not isinstance(each, (int, float)) for each in (alpha, *patterns.values())):
         raise LoraMergeError(f"{path}: lora_alpha {alpha!r} and alpha_pattern {patterns!r} are not all numbers")
-    return PeftScales(float(alpha), patterns, bool(config.get("use_rslora")))  # type: ignore[arg-type]  # a number
+    rank, ranks = config.get("r"), config.get("rank_pattern") or {}
+    if any(not isinstance(each, int) for each in (*ranks.values(), *(() if rank is None else (rank,)))):
+        raise LoraMergeError(f"{path}: r {rank!r} and rank_pattern {ranks!r} are not all whole numbers")
+    return PeftScales(float(alpha), patterns, bool(config.get("use_rslora")), rank, ranks)  # type: ignore[arg-type]  # a number

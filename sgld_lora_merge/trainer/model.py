@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from sgld_lora_merge.adapter.formats import keeps_base
+from sgld_lora_merge.adapter.peft_config import keeps_base, variant_faults
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.targets import CONVOLUTIONS
 from sgld_lora_merge.trainer.expected import merged_weight
@@ -24,6 +24,8 @@ from sgld_lora_merge.trainer.names import (
 
 _BASE_WEIGHT = f".{BASE_LAYER}.weight"
 NamedModules = Sequence[tuple[str, nn.Module]]
+# fields of a config whose tensors, layers or own sentence say what they are
+_NAMED_ELSEWHERE = {"bias", "lora_bias", "modules_to_save", "trainable_token_indices", "use_dora"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +166,9 @@ def _faults_of(modules: NamedModules, adapter: str) -> list[str]:
                 faults[f"adapter {adapter!r} trains biases (bias={bias!r}), which are not sent"] = None
             if getattr(config, "trainable_token_indices", None):
                 faults[f"adapter {adapter!r} trains tokens of an embedding (trainable_token_indices)"] = None
+            other = {field: value for field, value in vars(config).items() if field not in _NAMED_ELSEWHERE}
+            for fault in variant_faults(other):
+                faults[f"adapter {adapter!r} is more than A and B: {fault}"] = None
         if (variant := own.get("lora_variant", {}).get(adapter)) is not None:
             kind = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
             faults[f"{name!r} of adapter {adapter!r} is {kind}, of which A and B are not all; it is not sent"] = None

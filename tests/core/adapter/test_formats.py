@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):
         ("{", "adapter_config.json is not JSON"),
         ("[]", "adapter_config.json is not a JSON object"),
         ('{"peft_type": "LOHA", "lora_alpha": 1}', "is LOHA; only LoRA is merged"),
-        ('{"use_dora": true, "lora_alpha": 1}', "is DoRA; only LoRA is merged"),
+        ('{"use_dora": true, "lora_alpha": 1}', "use_dora=True: DoRA"),
         ('{"init_lora_weights": "pissa_niter_4", "lora_alpha": 1}', "changes the base weights too"),
         ('{"lora_alpha": "6"}', "lora_alpha '6' and alpha_pattern {} are not all numbers"),
     ],
@@ -155,4 +155,32 @@ def test_a_path_without_an_adapter_is_named(tmp_path):
     with pytest.raises(LoraMergeError, match="nothing does not exist"):
         load_pairs(tmp_path / "nothing")
     with pytest.raises(LoraMergeError, match=r"has no adapter_config[.]json"):
+        load_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"alora_invocation_tokens": [1]}, {"layer_replication": [[0, 1]]}, {"use_qalora": True},
+        {"use_bdlora": {"a": 1}}, {"arrow_config": {"top_k": 3}}, {"bias": "lora_only"}, {"lora_bias": True},
+        {"target_parameters": ["x"]},
+        {"use_the_next_idea": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)  # fmt: skip
+def test_a_folder_whose_config_says_more_than_a_and_b_is_refused_by_field(tmp_path, field):
+    trained(r=2, lora_alpha=6).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | field))
+    with pytest.raises(LoraMergeError, match=rf"more than A and B.*{next(iter(field))}="):
+        load_pairs(tmp_path)
+
+
+def test_a_folder_whose_config_says_another_rank_than_its_tensors_is_refused(tmp_path):
+    """With alpha 8 the file means 1.0 by its config, and 2.0 by its tensors."""
+    trained(r=4, lora_alpha=8, rank_pattern={"to_k": 3}).save_pretrained(tmp_path)
+    assert load_pairs(tmp_path)  # a pattern is no mismatch
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
+    with pytest.raises(LoraMergeError, match="has rank 4, its config says 8"):
         load_pairs(tmp_path)

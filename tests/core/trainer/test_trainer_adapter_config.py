@@ -57,6 +57,17 @@ def test_s4_what_a_pair_cannot_carry_is_refused_by_name(config, told):
     assert all(sentence in str(caught.value) for sentence in told), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("alora_invocation_tokens", [1]), ("layer_replication", [[0, 1]]), ("use_qalora", True), ("use_next", True)],
+)
+def test_s4_a_variant_that_only_the_config_says_is_refused_by_its_field(field, value):
+    changed = wrapped()
+    setattr(changed.peft_config["default"], field, value)
+    with pytest.raises(RequestError, match=f"more than A and B: {field}="):
+        read_adapter(changed, MAPPER)
+
+
 def test_what_another_adapter_does_is_not_this_ones():
     both = wrapped()
     both.add_adapter("old", peft.LoraConfig(r=2, target_modules=["a"], use_dora=True, init_lora_weights="pissa"))
