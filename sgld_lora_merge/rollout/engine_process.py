@@ -107,7 +107,7 @@ class EngineProcess:
         if (code := self._process.poll()) is not None:
             return f"its process has ended with code {code}"
         try:
-            answer = self._engine.send("GET", HEALTH_ROUTE)
+            answer = self._engine.send("GET", HEALTH_ROUTE, self._spec.patience)
         except Unanswered as error:
             return f"it does not answer: {error}"
         if answer.status == 200:
@@ -141,7 +141,7 @@ class EngineProcess:
     @property
     def _engine(self) -> EngineClient:
         host = "127.0.0.1" if self._spec.host == "0.0.0.0" else self._spec.host
-        return EngineClient(f"http://{host}:{self.port}", self._spec.patience)
+        return EngineClient(f"http://{host}:{self.port}")
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         config = self.log.with_name("config.json")
@@ -177,7 +177,7 @@ class EngineProcess:
             if (code := process.poll()) is not None:
                 raise SyncError(f"{self._name} ended with code {code} before it was healthy. {self._told()}")
             with contextlib.suppress(Unanswered):
-                if self._engine.send("GET", HEALTH_ROUTE).status == 200:
+                if self._engine.send("GET", HEALTH_ROUTE, self._spec.patience).status == 200:
                     return
             time.sleep(PROBE_S)
         raise SyncError(f"{self._name} was not healthy after {self._spec.start_timeout:g} s. {self._told()}")

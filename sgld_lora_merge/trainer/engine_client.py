@@ -70,16 +70,14 @@ class EngineClient:
 
     Args:
         url: of the engine; requests go to it and what follows it.
-        timeout: seconds for each piece of the body, and then for the whole answer.
         headers: of every request.
 
     Raises:
         httpx.InvalidURL: it is no URL.
     """
 
-    def __init__(self, url: str, timeout: float, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._base = httpx.URL(url)
-        self._timeout = timeout
         self._headers = {"accept-encoding": "identity", "accept": "application/json", **(headers or {})}
         if self._base.userinfo and "Authorization" not in self._headers:
             self._headers["Authorization"] = f"Basic {base64.b64encode(self._base.userinfo).decode()}"
@@ -89,12 +87,16 @@ class EngineClient:
         self,
         method: str,
         route: str,
+        timeout: float,
         content: bytes | Iterable[bytes] | None = None,
         *,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """Send one request and read its whole answer.
+
+        Args:
+            timeout: seconds for each piece of the body, and then for the whole answer.
 
         Raises:
             Unanswered: there is none.
@@ -108,7 +110,7 @@ class EngineClient:
         sent = {"host": url.netloc.decode("ascii"), **self._headers, **(headers or {})}
         if isinstance(content, bytes):
             sent["content-length"] = str(len(content))
-        clock = _Clock(self._timeout)
+        clock = _Clock(timeout)
         body = None if content is None else _pieces(content, clock.restart)
         try:
             connection = httpcore.HTTPConnection(

@@ -19,6 +19,10 @@ Answer = dict[str, Any]
 TRIES = 4
 SHOWN_CHARACTERS = 2000  # of an engine's message
 PAUSE_S = 0.5  # before the second try; twice as long before each one after it
+SETTLE_S = 10.0  # for each question by which a lost answer is settled
+# of an answer that no engine gave: sending again may help
+_TRY_AGAIN = (200, 408, 425, 429)
+_GATEWAY = (502, 503, 504)
 _ACCEPTED = ("staging", "staged", "live")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 200
@@ -54,12 +58,13 @@ class Transport(Protocol):
 class HttpTransport:
     """Updates as JSON, payloads as handles: the engine is on this machine.
 
-    A lost answer is asked for again with the same bytes, which the engine does not apply twice. After a time-out the
-    status says whether the update arrived. Without an ``update_id`` nothing is sent twice.
+    What became of a request whose answer is lost is settled by the status of its ``update_id``, and the same bytes are
+    sent again, which the engine does not apply twice. An answer that no engine gave, a gateway's 502 or its page of
+    HTML, is a lost one. Without an ``update_id`` nothing is sent twice.
 
     Args:
-        url: of the engine, ``http://127.0.0.1:30000``.
-        timeout: seconds for one answer.
+        url: of the engine, ``http://127.0.0.1:30000``. A proxy of the environment is not used.
+        timeout: seconds for one answer, all tries together; settling a lost one may take some more.
 
     Raises:
         httpx.InvalidURL: it is no URL.
@@ -70,48 +75,67 @@ class HttpTransport:
         key = settings_from().api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url
-        self._client = EngineClient(url, timeout, headers)
+        self._timeout = timeout
+        self._client = EngineClient(url, headers)
+
+    def __str__(self) -> str:
+        return self.url
 
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
-        body = json.dumps(fields).encode()
-        return self._send_until_answered(
-            lambda: self._client.send("POST", UPDATE_ROUTE, body, headers=_JSON), fields.get("update_id"), Answered
-        )
+        return self._post(UPDATE_ROUTE, fields, Answered)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
         form = FORMS.get(route, Answered)
-        if fields is None:
-            return self._send_until_answered(lambda: self._client.send("GET", route), None, form)
-        body = json.dumps(dict(fields)).encode()
-        return self._send_until_answered(
-            lambda: self._client.send("POST", route, body, headers=_JSON), fields.get("update_id"), form
-        )
+        if fields is not None:
+            return self._post(route, fields, form)
+        return self._send_until_answered(lambda seconds: self._client.send("GET", route, seconds), None, form)
 
-    def _send_until_answered(self, send: Callable[[], Reply], update_id: str | None, form: type[Answered]) -> Answer:
-        """Send until there is an answer."""
-        pause = PAUSE_S
+    def _post(self, route: str, fields: Mapping[str, Any], form: type[Answered]) -> Answer:
+        body = json.dumps(dict(fields)).encode()
+
+        def send(seconds: float) -> Reply:
+            return self._client.send("POST", route, seconds, body, headers=_JSON)
+
+        return self._send_until_answered(send, fields.get("update_id"), form)
+
+    def _send_until_answered(
+        self, send: Callable[[float], Reply], update_id: str | None, form: type[Answered]
+    ) -> Answer:
+        """Send until an engine has answered, or the time is over.
+
+        Args:
+            send: sends the request, which has as many seconds.
+            update_id: that the engine knows the request by; None for a request that must not be sent twice.
+        """
+        until = time.monotonic() + self._timeout
+        seconds, pause, known = self._timeout, PAUSE_S, None
         for attempt in range(1, TRIES + 1):
             try:
-                return checked(send(), form)
+                reply = send(seconds)
+                if update_id is None or is_of_engine(reply):
+                    return checked(reply, form)
+                lost, again = foreign(reply), reply.status >= 500 or reply.status in _TRY_AGAIN
             except Unanswered as error:
                 if update_id is None:
                     raise SyncError(f"{self.url} did not answer: {error}") from error
-                known = self._state_of(update_id)
-                if attempt == TRIES or known not in (None, *_ACCEPTED):
-                    raise SyncError(
-                        f"{self.url} did not answer: {error}. What became of the update is not known; its "
-                        f"status is {known!r}; see {STATUS_ROUTE}"
-                    ) from error
-                if known is None:
-                    time.sleep(pause)
-                    pause *= 2
-        raise AssertionError("the last try returns or raises")
+                lost, again = f"{self.url} did not answer: {error}", True
+            known = self._state_of(update_id)
+            seconds = until - time.monotonic()
+            if known in _ACCEPTED:  # its answer is on record
+                seconds = max(seconds, SETTLE_S)
+            elif known is not None or not again or seconds <= pause:
+                break
+            elif attempt < TRIES:
+                time.sleep(pause)
+                seconds, pause = seconds - pause, 2 * pause
+        raise SyncError(f"{lost}. What became of the update is not known; its status is {known!r}; see {STATUS_ROUTE}")
 
     def _state_of(self, update_id: str) -> str | None:
         """Return what the engine says became of an update; None where it does not know it, or does not answer."""
         try:
-            updates = self.ask(STATUS_ROUTE)["updates"]
-        except SyncError:
+            reply = self._client.send("GET", STATUS_ROUTE, min(self._timeout, SETTLE_S))
+            updates = checked(reply, FORMS[STATUS_ROUTE])["updates"]
+        except (SyncError, Unanswered):
             return None
         return next((str(each["state"]) for each in updates if each["update_id"] == update_id), None)
 
@@ -122,10 +146,25 @@ class UploadTransport(HttpTransport):
     def update(self, fields: Mapping[str, Any], file: bytes | Iterable[bytes] | None = None) -> Answer:
         query = {name: value for name, value in fields.items() if value is not None}
 
-        def send() -> Reply:
-            return self._client.send("POST", UPLOAD_ROUTE, b"" if file is None else file, query=query)
+        def send(seconds: float) -> Reply:
+            return self._client.send("POST", UPLOAD_ROUTE, seconds, b"" if file is None else file, query=query)
 
         return self._send_until_answered(send, fields.get("update_id"), Answered)
+
+
+def is_of_engine(reply: Reply) -> bool:
+    """Return whether an engine gave this answer: a gateway has a page of its own, or JSON of another form."""
+    try:
+        content = reply.content()
+    except ValueError:
+        return False
+    return isinstance(content, dict) and ("success" in content or reply.status not in _GATEWAY)
+
+
+def foreign(reply: Reply) -> str:
+    """Return an answer that cannot be read, for a message."""
+    body = reply.body[: SHOWN_CHARACTERS // 4].decode(errors="replace") or "nothing"
+    return f"{reply.url} answered {reply.status}: {printable(body, SHOWN_CHARACTERS)}"
 
 
 def checked(reply: Reply, form: type[Answered]) -> Answer:
@@ -137,10 +176,7 @@ def checked(reply: Reply, form: type[Answered]) -> Answer:
     try:
         content = reply.content()
     except ValueError as error:
-        body = reply.body[: SHOWN_CHARACTERS // 4].decode(errors="replace") or "nothing"
-        raise SyncError(
-            f"{reply.url} answered {reply.status}: {printable(body, SHOWN_CHARACTERS)} ({error})", (), reply.status
-        ) from error
+        raise SyncError(f"{foreign(reply)} ({error})", (), reply.status) from error
     return accepted(f"{reply.url} answered {reply.status}", content, form, reply.status)
 
 

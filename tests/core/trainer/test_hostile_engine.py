@@ -194,7 +194,7 @@ def test_a_url_may_have_a_path_and_a_name(engine):
 def test_a_scheme_that_is_none_is_a_sync_error():
     fault(lambda: HttpTransport("ftp://127.0.0.1").ask(STATUS_ROUTE), "ftp://127.0.0.1")
     with pytest.raises(Unanswered, match="not http or https"):
-        EngineClient("localhost:30000", 1).send("GET", "/health")
+        EngineClient("localhost:30000").send("GET", "/health", 1)
 
 
 def test_the_command_line_says_what_a_status_lacks(engine):

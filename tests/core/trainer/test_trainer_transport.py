@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,6 +20,7 @@ class Scripted:
 
     def __init__(self):
         self.script, self.posts, self.headers, self.status = [], [], [], {"success": True, "modules": {}, "updates": []}
+        self.released = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -30,8 +30,11 @@ class Scripted:
                 outer.headers.append(self.headers)
                 act = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
                 if act == "slow":
-                    time.sleep(0.6)
+                    outer.released.wait(0.6)
                     act = (200, GOOD)
+                if act == "hang":
+                    outer.released.wait(60)
+                    act = "drop"
                 if act == "drop":
                     self.close_connection = True
                     self.connection.close()
@@ -67,6 +70,7 @@ def engine(monkeypatch):
     thread = threading.Thread(target=scripted.server.serve_forever, args=(0.01,))
     thread.start()
     yield scripted
+    scripted.released.set()
     scripted.server.shutdown()
     thread.join()
     scripted.server.server_close()
@@ -95,11 +99,49 @@ def test_a_refusal_carries_which_payloads_were_opened(engine):
     assert caught.value.answered == 400
 
 
-@pytest.mark.parametrize("body", [b"<html>proxy</html>", b"[1]"])
-def test_an_answer_that_is_no_answer_raises(engine, body):
-    engine.script = [(200, body)]
-    with pytest.raises(SyncError, match="answered 200"):
+PAGE = b"<html>gateway</html>"
+FOREIGN = [(200, PAGE), (200, b"[1]"), (500, PAGE), (502, PAGE), (503, b""), (504, {"message": "upstream timed out"})]
+
+
+@pytest.mark.parametrize("answer", FOREIGN, ids=lambda answer: str(answer))
+def test_an_answer_that_no_engine_gave_is_a_lost_one(engine, answer):
+    engine.script = [answer, (200, GOOD)]
+    assert HttpTransport(engine.url).update({"update_id": "u"}) == GOOD
+    assert len(engine.posts) == 2
+    assert len(set(engine.posts)) == 1
+    engine.script, engine.posts = [answer], []
+    with pytest.raises(SyncError, match=rf"answered {answer[0]}: .*not known; its status is None") as caught:
         HttpTransport(engine.url).update({"update_id": "u"})
+    assert caught.value.answered is None
+    assert len(engine.posts) == transport.TRIES
+
+
+def test_a_gateway_that_refuses_is_not_asked_again_unless_the_engine_has_the_update(engine):
+    engine.script = [(413, PAGE), (200, GOOD)]
+    with pytest.raises(SyncError, match="answered 413: <html>gateway</html>"):
+        HttpTransport(engine.url).update({"update_id": "u"})
+    assert len(engine.posts) == 1
+    engine.script, engine.posts = [(413, PAGE), (200, GOOD)], []
+    engine.status["updates"] = [{"update_id": "u", "state": "live"}]
+    assert HttpTransport(engine.url).update({"update_id": "u"}) == GOOD
+
+
+def test_what_a_gateway_says_of_an_update_without_an_id_is_raised_at_once(engine):
+    engine.script = [(504, PAGE)]
+    with pytest.raises(SyncError, match="answered 504: <html>") as caught:
+        HttpTransport(engine.url).update({})
+    assert (caught.value.answered, len(engine.posts)) == (504, 1)
+
+
+@pytest.mark.parametrize("state", [None, "live", "staged"])
+def test_a_worker_that_hangs_has_the_time_limit_once(engine, monkeypatch, state):
+    monkeypatch.setattr(transport, "SETTLE_S", 0.3)
+    engine.script = ["hang"]
+    engine.status["updates"] = [{"update_id": "u", "state": state}] if state else []
+    with pytest.raises(SyncError, match=rf"ReadTimeout.*its status is {state!r}"):
+        HttpTransport(engine.url, timeout=0.3).update({"update_id": "u"})
+    # the answer of an update that the engine has is asked for again, for a short time each
+    assert len(engine.posts) == (1 if state is None else transport.TRIES)
 
 
 def test_a_lost_answer_is_asked_for_with_the_same_bytes(engine):
