@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,62 +14,59 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 Gather = Callable[[torch.Tensor], torch.Tensor]
 Key = TypeVar("Key")
 
-SMALL_NBYTES = 4 * 2**20  # of a whole tensor that travels with others
-GROUP_NBYTES = 64 * 2**20
+GROUP_NBYTES = 64 * 2**20  # of small shards that travel together
 # torch 2.13 has another name for it, and warns of the one that torch 2.11 has
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def start_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to make a tensor whole: a DTensor is redistributed, a plain tensor passes. A collective.
+class Gathering(Protocol):
+    """Tensors on their way to be whole. What may fail on one rank alone is apart from what all ranks must call.
 
-    The result must go through `waited` before its bytes are read.
+    Making one allocates what it needs, `start` is the collective, and `finish` waits and copies.
     """
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim, async_op=True)
-    return whole.to_local()
 
+    def start(self) -> None:
+        """Begin. A collective."""
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait until the collective that makes a tensor whole has ended; return the tensor."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    def finish(self) -> list[torch.Tensor]:
+        """Return the whole tensors, in order. Called once."""
 
 
 def whole(tensor: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
-    """Make one tensor whole."""
-    return waited((gather or start_whole)(tensor))
+    """Make one tensor whole. A collective."""
+    gathering = prepare([tensor], gather)
+    gathering.start()
+    return gathering.finish()[0]
 
 
-def start_all(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Begin to make many tensors whole; return a function that waits for them. A collective.
+def prepare(tensors: Sequence[torch.Tensor], gather: Gather | None = None) -> Gathering:
+    """Prepare to make tensors whole: DTensors are gathered, plain tensors pass.
 
-    Small shards of rows over one mesh, which is how FSDP2 has A and B, travel together: hundreds of collectives take
-    the host longer than the links.
+    Shards of rows over one mesh, which is how FSDP2 has A and B, travel together: hundreds of collectives take the host
+    longer than the links.
+
+    Args:
+        gather: makes one tensor whole, for any other sharding.
     """
-    groups = group_small_shards(tensors)
-    grouped = {index for group in groups for index in group}
-    alone = {index: start_whole(tensor) for index, tensor in enumerate(tensors) if index not in grouped}
-    begun = [(group, _start_rows([tensors[index] for index in group])) for group in groups]
-
-    def finish() -> list[torch.Tensor]:
-        done = {index: waited(tensor) for index, tensor in alone.items()}
-        while begun:
-            group, rows = begun.pop(0)  # whose memory is free before the next one takes as much again
-            done |= zip(group, rows(), strict=True)
-        return [done[index] for index in range(len(tensors))]
-
-    return finish
+    detached = [tensor.detach() for tensor in tensors]
+    if gather is not None:
+        return _OneByOne(detached, gather)
+    rows = [index for index, tensor in enumerate(detached) if _has_rows(tensor)]
+    others = [index for index in range(len(detached)) if index not in set(rows)]
+    groups = [[rows[at] for at in group] for group in group_shards([detached[index] for index in rows])]
+    parts: list[tuple[list[int], Gathering]] = [
+        (group, _Rows([detached[index] for index in group])) for group in groups
+    ]
+    parts.append((others, _OneByOne([detached[index] for index in others], _redistribute)))
+    return _Parts(parts, len(detached))
 
 
-def group_small_shards(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of shards that travel together, in groups up to a limit of bytes."""
+def group_shards(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of shards that travel together: one mesh, one dtype, up to a limit of bytes."""
     groups: list[list[int]] = []
     open_groups: dict[tuple[DeviceMesh, torch.dtype], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > SMALL_NBYTES:
-            continue
+        assert isinstance(tensor, DTensor)
         key = tensor.device_mesh, tensor.dtype
         group, nbytes = open_groups.get(key, ([], GROUP_NBYTES))
         if nbytes + tensor.nbytes > GROUP_NBYTES:
@@ -80,71 +77,125 @@ def group_small_shards(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return groups
 
 
-def _start_rows(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Begin one collective for DTensors of one dtype whose rows are sharded over one mesh of one dimension.
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+
+
+def _redistribute(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim, async_op=True).to_local()
+
+
+class _Parts:
+    """Several gatherings as one."""
+
+    def __init__(self, parts: list[tuple[list[int], Gathering]], count: int) -> None:
+        self._parts, self._count = parts, count
+
+    def start(self) -> None:
+        for _, part in self._parts:
+            part.start()
+
+    def finish(self) -> list[torch.Tensor]:
+        done: dict[int, torch.Tensor] = {}
+        while self._parts:
+            places, part = self._parts.pop(0)  # whose memory is free before the next one takes as much again
+            done |= zip(places, part.finish(), strict=True)
+        return [done[index] for index in range(self._count)]
+
+
+class _OneByOne:
+    """Calls a function that makes one tensor whole. It allocates when it is called, so it may fail on one rank."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], gather: Gather) -> None:
+        self._tensors, self._gather = tensors, gather
+        self._begun: list[torch.Tensor] = []
+
+    def start(self) -> None:
+        self._begun = [self._gather(tensor) for tensor in self._tensors]
+        self._tensors = ()
+
+    def finish(self) -> list[torch.Tensor]:
+        return [_waited(self._begun.pop(0)) for _ in range(len(self._begun))]
+
+
+class _Rows:
+    """One collective for DTensors of one dtype whose rows are sharded over one mesh of one dimension.
 
     A rank has ``ceil(rows / ranks)`` rows, as `torch.chunk` gives them; the last ranks may have fewer, or none, and
     fill up, so that what is filled up is behind all rows.
     """
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    mesh = sharded[0].device_mesh
-    ranks = mesh.size()
-    chunks = [-(-tensor.shape[0] // ranks) for tensor in sharded]
-    sizes = [chunk * tensor.shape[1:].numel() for chunk, tensor in zip(chunks, sharded, strict=True)]
-    local = [_filled(tensor.to_local().detach().flatten(), size) for tensor, size in zip(sharded, sizes, strict=True)]
-    everyones = local[0].new_empty(ranks * sum(sizes))
-    own = everyones.chunk(ranks)[mesh.get_local_rank()]
-    torch.cat(local, out=own)
-    work = _all_gather(everyones, own, group=mesh.get_group(), async_op=True)
 
-    def finish() -> list[torch.Tensor]:
-        work.wait()
-        parts = everyones.view(ranks, -1).split(sizes, dim=1)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        mesh = sharded[0].device_mesh
+        self._ranks, self._group = mesh.size(), mesh.get_group()
+        self._shapes = [tensor.shape for tensor in sharded]
+        self._chunks = [-(-shape[0] // self._ranks) for shape in self._shapes]
+        self._sizes = [chunk * shape[1:].numel() for chunk, shape in zip(self._chunks, self._shapes, strict=True)]
+        pairs = zip(sharded, self._sizes, strict=True)
+        local = [_filled(tensor.to_local().detach().flatten(), size) for tensor, size in pairs]
+        self._everyones = local[0].new_empty(self._ranks * sum(self._sizes))
+        self._own = self._everyones.chunk(self._ranks)[mesh.get_local_rank()]
+        torch.cat(local, out=self._own)
+        self._work: Any = None
+
+    def start(self) -> None:
+        self._work = _all_gather(self._everyones, self._own, group=self._group, async_op=True)
+
+    def finish(self) -> list[torch.Tensor]:
+        self._work.wait()
+        parts = self._everyones.view(self._ranks, -1).split(self._sizes, dim=1)
         return [
-            part.reshape(ranks * chunk, *tensor.shape[1:])[: tensor.shape[0]]
-            for part, chunk, tensor in zip(parts, chunks, sharded, strict=True)
+            part.reshape(self._ranks * chunk, *shape[1:])[: shape[0]]
+            for part, chunk, shape in zip(parts, self._chunks, self._shapes, strict=True)
         ]
-
-    return finish
 
 
 def _filled(local: torch.Tensor, size: int) -> torch.Tensor:
     return local if local.numel() == size else torch.cat([local, local.new_zeros(size - local.numel())])
 
 
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 class GatherAhead(Generic[Key]):
     """Makes tensors whole bucket by bucket. While one is sent the next one is under way, and no other is in memory.
 
+    For each bucket: `prepare`, agree with the other ranks that all have, `start`, `take`. So no rank waits in a
+    collective for one that has failed.
+
     Args:
         buckets: keyed tensors, the same on every rank and in the same order.
-        gather: makes one tensor whole in the place of `start_all`, for any other sharding.
+        gather: makes one tensor whole, for any other sharding than DTensor's.
     """
 
     def __init__(self, buckets: Iterable[list[tuple[Key, torch.Tensor]]], gather: Gather | None = None) -> None:
         self._buckets = iter(buckets)
-        self._start = start_all if gather is None else _one_by_one(gather)
-        self._begun: tuple[list[Key], Callable[[], list[torch.Tensor]]] | None = None
+        self._gather = gather
+        self._next: tuple[list[Key], Gathering] | None = None
+        self._failure: Exception | None = None
 
-    def begin(self) -> None:
-        """Begin the next bucket, unless it is begun: called when the present one is needed no more. A collective."""
-        if self._begun is None and (bucket := next(self._buckets, None)):
-            self._begun = [key for key, _ in bucket], self._start([tensor for _, tensor in bucket])
+    def prepare(self) -> None:
+        """Allocate for the next bucket, where there is one."""
+        if bucket := next(self._buckets, None):
+            keys, tensors = [key for key, _ in bucket], [tensor for _, tensor in bucket]
+            self._next = keys, prepare(tensors, self._gather)
 
-    def __iter__(self) -> Iterator[list[tuple[Key, torch.Tensor]]]:
-        self.begin()
-        while self._begun is not None:
-            yield self._whole(*self._begun)
-            self.begin()
+    def start(self) -> None:
+        """Begin what is prepared. A collective; where it fails, `take` raises that."""
+        try:
+            if self._next is not None:
+                self._next[1].start()
+        except Exception as error:
+            self._failure = error
 
-    def _whole(self, keys: list[Key], finish: Callable[[], list[torch.Tensor]]) -> list[tuple[Key, torch.Tensor]]:
-        """Finish the bucket that was begun; nothing here refers to it afterwards."""
-        self._begun = None
-        return list(zip(keys, finish(), strict=True))
-
-
-def _one_by_one(gather: Gather) -> Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]:
-    def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        begun = [gather(tensor) for tensor in tensors]
-        return lambda: [waited(begun.pop(0)) for _ in range(len(begun))]
-
-    return start
+    def take(self) -> dict[Key, torch.Tensor]:
+        """Return the whole tensors of the bucket that was started; nothing here refers to them afterwards."""
+        assert self._next is not None
+        (keys, gathering), self._next = self._next, None
+        if self._failure is not None:
+            raise self._failure
+        return dict(zip(keys, gathering.finish(), strict=True))

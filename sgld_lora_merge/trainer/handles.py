@@ -13,7 +13,13 @@ import torch
 from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.memory import exportable_memory
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpdate, parts_are_live
+from sgld_lora_merge.trainer.sync_update import (
+    Contents,
+    GatheredBucket,
+    NamedTensors,
+    SyncUpdate,
+    parts_are_live,
+)
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
 from sgld_lora_merge.wire.schema import ABORT_ROUTE, COMMIT_ROUTE
@@ -25,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Who holds which memory, until when:
 #
 #   gathered tensors   of one bucket, in ``named``; dropped as soon as the export, a copy, is made
-#   next bucket        gathered from then on (``meanwhile``), beside the export
+#   next bucket        allocated then, and gathered beside the export as soon as every rank has got that far
 #   export             one flat buffer, held by this frame until every engine has answered: workers read it until then
 #   engine             opens the handle once, copies what it keeps, and closes it before it answers
 #
@@ -63,7 +69,7 @@ class ByHandles:
         """Whether a complete update waits for the commit that lets all engines go live."""
         return self._in_transaction and len(self.engines.transports) > 1
 
-    def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
+    def send(self, update: SyncUpdate, index: int, bucket: GatheredBucket) -> None:
         module, layers = update.buckets[index]
         fields = self._contents.fields(update, module, layers, stock=self.engines.detect_stock_engines())
         if self._in_transaction:
@@ -74,7 +80,7 @@ class ByHandles:
                 "commit": not self._waits_for_commit,
             }
         with nullcontext() if self._in_transaction else parts_are_live(index, update):
-            self._answers = self._push(module, named, fields, meanwhile)
+            self._answers = self._push(module, bucket, fields)
 
     def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:
         answers, self._answers = self._answers, []
@@ -99,17 +105,16 @@ class ByHandles:
             except SyncError as error:  # an engine that has nothing of it says so, which is no fault
                 logger.debug("update %s was not aborted: %s", update.update_id, error)
 
-    def _push(
-        self, module: str, named: NamedTensors, fields: dict[str, Any], meanwhile: Callable[[], None]
-    ) -> list[Answer]:
+    def _push(self, module: str, bucket: GatheredBucket, fields: dict[str, Any]) -> list[Answer]:
         """Send one bucket to every engine; return the answers of all, on every rank."""
         exported: Exported | None = None
 
         def export() -> None:
             nonlocal exported
+            named = bucket.take()
             exported = self._export(module, named)
             named.clear()  # the export is a copy
-            meanwhile()
+            bucket.prepare_next()
 
         try:
             self.engines.run_on_all_ranks(export)
@@ -118,6 +123,7 @@ class ByHandles:
                 withdraw(exported[0], exported[2])  # no engine has heard of it
                 exported = None  # the traceback keeps this frame
             raise
+        bucket.start_next()
         payloads = self.engines.ranks.gather_of_engine(exported[:2]) if exported else []
         uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
         request = {

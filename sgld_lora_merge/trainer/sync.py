@@ -166,14 +166,16 @@ class WeightSync:
     def _send(self, update: SyncUpdate) -> list[Answer]:
         """Send all buckets. While one travels the next one is gathered, and no other is in memory."""
         layers = {name: self._contents.layers(module) for name, module in update.modules.items()}
-        gathered = GatherAhead((_needed(layers[module], bucket) for module, bucket in update.buckets), self._gather)
+        needed = (_needed(layers[module], bucket) for module, bucket in update.buckets)
+        gathered = GatherAhead(needed, self._gather)
         steps = len(update.buckets) + self._travel.extra_steps
         title = f"{self.log_name} weight sync v{update.version}"
         with progress(title, steps, shown=self._engines.ranks.rank == 0) as step:
             try:
-                for index, ((module, bucket), whole) in enumerate(zip(update.buckets, gathered, strict=True)):
-                    named = _to_send(layers[module], bucket, whole)
-                    self._travel.send(update, index, named, gathered.begin)
+                self._engines.run_on_all_ranks(gathered.prepare)
+                gathered.start()
+                for index, (module, bucket) in enumerate(update.buckets):
+                    self._travel.send(update, index, _Bucket(layers[module], bucket, gathered))
                     step()
             except Exception:
                 self._travel.abort(update)
@@ -208,19 +210,24 @@ def _needed(layers: Mapping[str, TrainedLayer], bucket: Sequence[str]) -> list[t
     return [((layer, name), tensor) for layer in bucket for name, tensor in layers[layer].needed.items()]
 
 
-def _to_send(
-    layers: Mapping[str, TrainedLayer], bucket: Sequence[str], whole: list[tuple[tuple[str, str], torch.Tensor]]
-) -> NamedTensors:
-    """Return the bucket under the names of the wire; ``whole`` is emptied."""
-    tensors = dict(whole)
-    whole.clear()
-    named: NamedTensors = []
-    for layer in bucket:
-        own = {name: tensors[layer, name] for name in layers[layer].needed}
-        named += [
-            (f"{layer}.{name}" if layer else name, layers[layer].to_send(name, own)) for name in layers[layer].tensors
-        ]
-    return named
+class _Bucket:
+    """A bucket under the names of the wire; implements `GatheredBucket`."""
+
+    def __init__(
+        self, layers: Mapping[str, TrainedLayer], bucket: Sequence[str], gathered: GatherAhead[tuple[str, str]]
+    ) -> None:
+        self._layers, self._bucket = layers, bucket
+        self._gathered = gathered
+        self.prepare_next, self.start_next = gathered.prepare, gathered.start
+
+    def take(self) -> NamedTensors:
+        whole = self._gathered.take()
+        named: NamedTensors = []
+        for layer in self._bucket:
+            each = self._layers[layer]
+            own = {name: whole.pop((layer, name)) for name in each.needed}
+            named += [(f"{layer}.{name}" if layer else name, each.to_send(name, own)) for name in each.tensors]
+        return named
 
 
 @contextmanager

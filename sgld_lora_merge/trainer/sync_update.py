@@ -79,6 +79,22 @@ class Contents(Protocol):
         """Return what the engines' weights must be, on ranks that call an engine. A collective."""
 
 
+class GatheredBucket(Protocol):
+    """One bucket whose tensors are on their way to be whole, and the one after it.
+
+    `take` and `prepare_next` may fail on one rank: they are called where all ranks hear of it.
+    """
+
+    def take(self) -> NamedTensors:
+        """Wait, and return whole tensors under the names of the wire; nothing else refers to them."""
+
+    def prepare_next(self) -> None:
+        """Allocate for the next bucket, as soon as the tensors of this one are needed no more."""
+
+    def start_next(self) -> None:
+        """Begin to gather it. A collective."""
+
+
 class Travel(Protocol):
     """How the contents travel to the engines.
 
@@ -92,13 +108,11 @@ class Travel(Protocol):
     extra_steps: int
     faults_on_stock: Sequence[str]
 
-    def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
+    def send(self, update: SyncUpdate, index: int, bucket: GatheredBucket) -> None:
         """Send one bucket. A collective.
 
         Args:
             index: of the bucket.
-            named: whole tensors under the names of the wire; the list is emptied.
-            meanwhile: to be called as soon as the tensors are needed no more; begins the next bucket.
         """
 
     def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:

@@ -13,7 +13,7 @@ from sgld_lora_merge.adapter.file import adapter_bytes
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.ranks import Ranks
-from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpdate
+from sgld_lora_merge.trainer.sync_update import Contents, GatheredBucket, SyncUpdate
 from sgld_lora_merge.trainer.transport import Answer, Transport
 
 
@@ -29,12 +29,18 @@ class ByUpload:
         self._args, self._contents = args, contents
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def send(self, update: SyncUpdate, index: int, named: NamedTensors, meanwhile: Callable[[], None]) -> None:
+    def send(self, update: SyncUpdate, index: int, bucket: GatheredBucket) -> None:
         prefix = self._prefixes(update.modules)[update.buckets[index][0]]
-        meanwhile()
-        if self.engines.mine:
-            self._tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in named}
-        named.clear()
+
+        def keep() -> None:
+            named = bucket.take()
+            if self.engines.mine:
+                self._tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in named}
+            named.clear()
+            bucket.prepare_next()
+
+        self.engines.run_on_all_ranks(keep)
+        bucket.start_next()
 
     def finish(self, update: SyncUpdate, step: Callable[[], None]) -> list[Answer]:
         prefixes = self._prefixes(update.modules)
