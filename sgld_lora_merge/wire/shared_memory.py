@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
+import sys
 
 import torch
 
@@ -30,6 +32,9 @@ def path_of(handle: bytes) -> str:
 class SegmentOpener:
     """Opens the segments of one payload; a segment that is named again is not mapped again.
 
+    Segments are mapped without torch. What torch has opened it reports to the sender's manager of shared memory when it
+    is freed, and where that one was killed meanwhile the report ends this process ("terminate called ... Broken pipe").
+
     Args:
         releases: this worker takes over the reference that the sender has counted for a reader, one each time that it
             has named the segment.
@@ -37,11 +42,11 @@ class SegmentOpener:
 
     def __init__(self, *, releases: bool) -> None:
         self._releases = releases
-        self._opened: dict[bytes, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # by torch, and without it
+        self._opened: dict[bytes, mmap.mmap] = {}
 
-    def check(self, manager: bytes, handle: bytes, nbytes: int) -> None:
-        """Check that all bytes are really there. torch would enlarge a file that is too short, and reading a sparse
-        file allocates its pages. A file that is not there is left to torch's message.
+    def check(self, handle: bytes, nbytes: int) -> None:
+        """Check that all bytes are really there: reading a sparse file allocates its pages. A file that is not there is
+        left to `open`.
 
         Raises:
             RequestError: they are not.
@@ -62,7 +67,7 @@ class SegmentOpener:
                 "all of them before they are sent"
             )
 
-    def open(self, manager: bytes, handle: bytes, nbytes: int) -> torch.UntypedStorage:
+    def open(self, handle: bytes, nbytes: int) -> torch.UntypedStorage:
         """Map a segment that has been checked.
 
         Raises:
@@ -70,32 +75,34 @@ class SegmentOpener:
         """
         if handle not in self._opened:
             try:
-                by_torch = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)
-            except RuntimeError as error:
+                self._opened[handle] = _mapped(path_of(handle), nbytes + COUNT_NBYTES)
+            except (OSError, ValueError) as error:
                 raise RequestError(
                     f"shared memory {os.fsdecode(handle)!r} cannot be opened; it is gone, or its sender is on another "
                     f"machine: {error}"
                 ) from error
-            self._opened[handle] = by_torch, _mapped_apart(path_of(handle), by_torch)
-        by_torch, mapped = self._opened[handle]
+        memory = self._opened[handle]
         if self._releases:
-            by_torch._shared_decref()
-        return mapped
+            _release(path_of(handle), memory)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=COUNT_NBYTES, count=nbytes).untyped_storage()
 
 
-def _mapped_apart(path: str, opened: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return the same memory, mapped without torch, where that can be done.
-
-    What torch has opened it reports to the sender's manager of shared memory when it is freed, and where that one was
-    killed meanwhile the report ends this process ("terminate called ... Broken pipe"). So it is freed as soon as the
-    payload has been opened.
-    """
+def _mapped(path: str, nbytes: int) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), opened.nbytes() + COUNT_NBYTES)
-        same = torch.frombuffer(memory, dtype=torch.uint8, offset=COUNT_NBYTES, count=opened.nbytes())
-    except (OSError, ValueError):
-        return opened
-    start = slice(0, COUNT_NBYTES)
-    known = torch.equal(same[start], torch.empty(0, dtype=torch.uint8).set_(opened)[start])
-    return same.untyped_storage() if known else opened
+        return mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _release(path: str, memory: mmap.mmap) -> None:
+    """Give back one reference, as torch's RefcountedMapAllocator does; the last one takes the name away.
+
+    The count is the first 32-bit integer. torch changes it atomically, Python cannot; but the sender changes its own
+    reference after the answer only, and if both ever met, the segment would stay until the sender ends.
+    """
+    count = int.from_bytes(memory[:4], sys.byteorder, signed=True) - 1
+    memory[:4] = count.to_bytes(4, sys.byteorder, signed=True)
+    if count == 0:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -173,10 +173,10 @@ class _Opener:
 
     def _open_storage(self, typed: Typed) -> torch.storage.TypedStorage:
         match typed.storage:
-            case SharedMemory():
-                self._segments.check(*typed.storage)
+            case SharedMemory(_, handle, nbytes):
+                self._segments.check(handle, nbytes)
                 self._reader.opened = True
-                untyped = self._segments.open(*typed.storage)
+                untyped = self._segments.open(handle, nbytes)
             case Inline(data):
                 untyped = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
             case _:
