@@ -24,7 +24,7 @@ from tests.server.trainers import arguments
 
 pytestmark = pytest.mark.timeout(900)
 
-LOG = "sgld_lora_merge.trainer"
+LOG = "sgld_lora_merge"
 
 
 @pytest.fixture(scope="module")
