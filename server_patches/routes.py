@@ -36,6 +36,7 @@ from sgld_lora_merge.wire.schema import (
     UPLOAD_ROUTE,
     VERIFY_ROUTE,
     ErrorAnswer,
+    LayerExpectation,
     Model,
     ResetRequest,
     ResolveRequest,
@@ -261,16 +262,16 @@ def _expectations(fields: VerifyRequest) -> dict[str, dict[str, dict[str, Any]]]
     """Return the expected values of each layer, by module.
 
     Raises:
-        RequestError: a layer has both kinds of expectation or none, or there is no layer.
+        RequestError: a layer has several kinds of expectation or none, or there is no layer.
     """
     expected = {
         name: {layer: each.model_dump() for layer, each in layers.items()} for name, layers in fields.modules.items()
     }
     wrong = [
-        f"modules.{module}.{layer} needs either sha256 or samples"
+        f"modules.{module}.{layer} needs one of {', '.join(LayerExpectation.model_fields)}"
         for module, layers in expected.items()
         for layer, each in layers.items()
-        if (each["sha256"] is None) == (each["samples"] is None)
+        if sum(value is not None for value in each.values()) != 1
     ]
     if wrong or not any(expected.values()):
         raise RequestError(*(wrong or ["modules names no layer to verify"]))

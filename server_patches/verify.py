@@ -14,7 +14,8 @@ from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some
 from sgld_lora_merge.merge.module_view import ModuleView
 from sgld_lora_merge.merge.targets import CannotLand, Landing, Target
-from sgld_lora_merge.merge.verify import Piece, assemble, sampled, sha256, within
+from sgld_lora_merge.merge.verify import Piece, assemble, block_sums, sampled, sha256, within
+from sgld_lora_merge.merge.weight_sums import DTYPES, Block, WeightSum, read_sums, read_weight_sum, total_of
 
 Expectations = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -29,6 +30,25 @@ class VerifiedLayer:
     dtype: torch.dtype
     checksum: str | None
     samples: list[tuple[int, int, float, float]]
+    weight_sum: WeightSum | None = None
+
+    @property
+    def has_summed_shape(self) -> bool:
+        """Whether the weight has the shape of the expected sum."""
+        expected = self.weight_sum
+        return expected is not None and (expected.rows, expected.columns) == (
+            self.landing.out_features,
+            self.landing.in_features,
+        )
+
+    def block_sums(self) -> dict[Block, torch.Tensor]:
+        """Return the sums of the blocks that this rank holds; none where no sum of this shape is expected."""
+        if self.weight_sum is None or not self.has_summed_shape:
+            return {}
+        sums: dict[Block, torch.Tensor] = {}
+        for piece in self.pieces():
+            sums |= block_sums(piece, self.weight_sum.columns, DTYPES[self.weight_sum.dtype])
+        return sums
 
     def pieces(self) -> list[Piece]:
         return [Piece(target, self.rows(target)) for target in self.landing.targets]
@@ -43,7 +63,7 @@ def find_layers(
     """Find the layers of a request on this rank.
 
     Args:
-        expected: module -> layer prefix -> ``sha256`` or ``samples``.
+        expected: module -> layer prefix -> ``sha256``, ``samples`` or ``weight_sum``.
         rows: returns a module's values at a target, ``[rows, columns]``.
 
     Raises:
@@ -58,7 +78,8 @@ def find_layers(
         for layer, each in by_layer.items():
             try:
                 landing = view.land(layer_name(layer))
-            except CannotLand as error:
+                weight_sum = None if each["weight_sum"] is None else read_weight_sum(each["weight_sum"])
+            except (CannotLand, ValueError) as error:
                 faults.append(f"{module}: {in_short(layer)} cannot be verified: {error}")
                 continue
             if landing is None:
@@ -67,7 +88,9 @@ def find_layers(
                 dtype = view.weight(landing.targets[0].weight).dtype
                 own = partial(rows, module)
                 samples = each["samples"] or []
-                layers.append(VerifiedLayer(f"{module}.{layer}", landing, own, dtype, each["sha256"], samples))
+                layers.append(
+                    VerifiedLayer(f"{module}.{layer}", landing, own, dtype, each["sha256"], samples, weight_sum)
+                )
     if faults:
         raise RequestError(*faults)
     return layers
@@ -77,7 +100,8 @@ def compare_layers(layers: Sequence[VerifiedLayer], group: RankGroup) -> dict[st
     """Compare layers on all ranks; the answer is complete on the first rank.
 
     All ranks gather the pieces of one layer with a checksum after the other, which bounds the memory to one layer, and
-    then the values of all samples. What a rank computes in between is part of its next step: no rank fails alone.
+    then the values of all samples and the sums of all blocks. What a rank computes in between is part of its next step:
+    no rank fails alone.
 
     Raises:
         RejectedByRank: any rank failed; on every rank alike.
@@ -97,13 +121,24 @@ def compare_layers(layers: Sequence[VerifiedLayer], group: RankGroup) -> dict[st
 
     def samples() -> list[dict[int, float]]:
         compare()
-        return [sampled(layer.pieces(), layer.samples) if layer.samples else {} for layer in layers]
+        return sampled([(layer.pieces() if layer.samples else [], layer.samples) for layer in layers])
+
+    def sums() -> list[dict[Block, int]]:
+        by_layer = [layer.block_sums() for layer in layers]
+        numbers = iter(read_sums([each for sums in by_layer for each in sums.values()]))
+        return [dict(zip(sums, numbers, strict=False)) for sums in by_layer]
 
     for layer in layers:
         if layer.checksum is not None:
             pieces = [piece for rank in group.run(partial(pieces_of, layer)) for piece in rank]
             waiting.append((layer, pieces))
     by_rank = group.run(samples)
+    sums_by_rank = group.run(sums)
+    for position, layer in enumerate(layers):
+        if (expected := layer.weight_sum) is not None:
+            blocks = [rank[position] for rank in sums_by_rank]
+            if not layer.has_summed_shape or expected.total != total_of(blocks, expected.rows, expected.columns):
+                mismatched.append(layer.name)
     for position, layer in enumerate(layers):
         values = {index: value for rank in by_rank for index, value in rank[position].items()}
         if not all(i in values and within(values[i], s[2], s[3], layer.dtype) for i, s in enumerate(layer.samples)):

@@ -6,11 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from sgld_lora_merge.merge.spans import Span
 from sgld_lora_merge.merge.targets import Landing, Target
+from sgld_lora_merge.merge.weight_sums import Block, block_sum
 
 _MANTISSA_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST_EXPONENT = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}
@@ -40,6 +42,25 @@ def assemble(landing: Landing, pieces: Sequence[Piece]) -> torch.Tensor:
     return whole.view(landing.shape)
 
 
+def block_sums(piece: Piece, columns: int, dtype: torch.dtype) -> dict[Block, torch.Tensor]:
+    """Return the sum of every block of the whole weight that a piece holds.
+
+    Args:
+        columns: of the whole weight.
+        dtype: that the elements are rounded to.
+    """
+    return {
+        Block(row, column): block_sum(
+            piece.rows[local_row : local_row + row.size, local_column : local_column + column.size],
+            Block(row, column),
+            columns,
+            dtype,
+        )
+        for row, local_row in _placed(piece.target.b_rows)
+        for column, local_column in _placed(piece.target.a_cols)
+    }
+
+
 def sha256(tensor: torch.Tensor) -> str:
     """Return sglang's checksum of a tensor: its dtype, its shape, its bytes."""
     tensor = tensor.detach().cpu().contiguous()
@@ -48,19 +69,30 @@ def sha256(tensor: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def sampled(pieces: Sequence[Piece], samples: Sequence[Sample]) -> dict[int, float]:
-    """Return live values of the samples that these pieces hold, by position in ``samples``."""
-    found: dict[int, float] = {}
-    for piece in pieces:
-        places = {
-            position: (local_row, local_column)
-            for position, (row, column, _, _) in enumerate(samples)
-            if (local_row := _local(piece.target.b_rows, row)) is not None
-            and (local_column := _local(piece.target.a_cols, column)) is not None
-        }
-        if places:
-            rows, columns = torch.tensor(list(places.values()), device=piece.rows.device).T
-            found |= dict(zip(places, piece.rows[rows, columns].double().tolist(), strict=True))
+def sampled(layers: Sequence[tuple[Sequence[Piece], Sequence[Sample]]]) -> list[dict[int, float]]:
+    """Return, of each layer, the live values of the samples that its pieces hold, by position among its samples.
+
+    Each device is waited for once, however many layers there are.
+    """
+    found: list[dict[int, float]] = [{} for _ in layers]
+    taken: dict[torch.device, list[tuple[int, int, torch.Tensor, int, int]]] = {}
+    for place, (pieces, samples) in enumerate(layers):
+        for piece in pieces:
+            for position, (row, column, _, _) in enumerate(samples):
+                local_row, local_column = _local(piece.target.b_rows, row), _local(piece.target.a_cols, column)
+                if local_row is not None and local_column is not None:
+                    each = place, position, piece.rows, local_row, local_column
+                    taken.setdefault(piece.rows.device, []).append(each)
+    for device, elements in taken.items():
+        index = torch.tensor([each[3:] for each in elements]).T.to(device)
+        values, first = [], 0
+        for _, same in groupby(elements, key=lambda each: id(each[2])):
+            own = list(same)
+            last = first + len(own)
+            values.append(own[0][2][index[0, first:last], index[1, first:last]].double())
+            first = last
+        for (place, position, *_), value in zip(elements, torch.cat(values).tolist(), strict=True):
+            found[place][position] = value
     return found
 
 

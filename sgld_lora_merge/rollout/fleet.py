@@ -13,12 +13,19 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from sgld_lora_merge.errors import LoraMergeError
 from sgld_lora_merge.rollout.live_adapters import LiveAdapters, versions_in_words
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
-from sgld_lora_merge.wire.schema import ABORT_ROUTE, COMMIT_ROUTE, ROLLBACK_ROUTE, STATUS_ROUTE, VERIFY_ROUTE
+from sgld_lora_merge.wire.schema import (
+    ABORT_ROUTE,
+    COMMIT_ROUTE,
+    RESOLVE_ROUTE,
+    ROLLBACK_ROUTE,
+    STATUS_ROUTE,
+    VERIFY_ROUTE,
+)
 
 Policy = Literal["immediate", "pause", "wait"]
 Result = TypeVar("Result")
 
-READ_ROUTES = (STATUS_ROUTE, VERIFY_ROUTE)
+READ_ROUTES = (STATUS_ROUTE, VERIFY_ROUTE, RESOLVE_ROUTE)
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +152,7 @@ class EngineFleet:
         self._live.keep(fields, file, modules)
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
-        """Ask every engine for its status or a verify; return the first one's answer.
+        """Ask every engine what changes nothing: its status, a verify, a resolve; return the first one's answer.
 
         Raises:
             SyncError: an engine did not say success, and which; or the route changes something.

@@ -50,6 +50,7 @@ class ModuleVersion(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     weight_version: str | None
+    versions: Some[dict[str, int]] | None = None
 
 
 class UpdateState(BaseModel):
@@ -59,6 +60,7 @@ class UpdateState(BaseModel):
 
     update_id: str
     state: str
+    weight_version: str | None = None
 
 
 class Status(Answered):
@@ -154,7 +156,6 @@ class ShownModule(ModuleVersion, Shape):
 class ShownUpdate(UpdateState):
     """What became of one update, as tables show it."""
 
-    weight_version: str | None
     num_buckets: int
     buckets: Many[list[int]]
     reason: str | None

@@ -13,9 +13,10 @@ from torch import nn
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.trainer.answers import Merged
+from sgld_lora_merge.trainer.base import BaseWeights, Key
 from sgld_lora_merge.trainer.engines import Engines
-from sgld_lora_merge.trainer.expected import DTYPES, Expectation, expected_base, expected_merged
-from sgld_lora_merge.trainer.gather import Gather, whole
+from sgld_lora_merge.trainer.expected import DTYPES, Expectation, expected_base, expected_hash
+from sgld_lora_merge.trainer.gather import Gather, each_whole
 from sgld_lora_merge.trainer.model import (
     TrainedAdapter,
     TrainedLayer,
@@ -24,24 +25,25 @@ from sgld_lora_merge.trainer.model import (
     scales_of_their_own,
 )
 from sgld_lora_merge.trainer.names import LayerPair, PeftLoRAKeyMapper
+from sgld_lora_merge.trainer.samples import MergedLayer, sample_merged
 from sgld_lora_merge.trainer.sync_update import Expectations, SyncUpdate
-from sgld_lora_merge.trainer.transport import Answer, SyncError, accepted
+from sgld_lora_merge.trainer.transport import Answer, accepted
 from sgld_lora_merge.wire.schema import LORA_MERGE
 
 logger = logging.getLogger(__name__)
 
 
 class Pairs:
-    """A and B of one adapter of each module; the engine merges. Verifying, the first sync compares the base too."""
+    """A and B of one adapter of each module; the engine merges."""
 
     noun = "lora tensors"
     transactional = True
 
-    def __init__(self, args: Namespace, mapper: PeftLoRAKeyMapper) -> None:
-        self._args, self._mapper = args, mapper
+    def __init__(self, args: Namespace, mapper: PeftLoRAKeyMapper, allow_unsynced: Sequence[str]) -> None:
+        self._args, self._mapper, self._allow_unsynced = args, mapper, allow_unsynced
 
-    def read(self, model: nn.Module) -> TrainedAdapter:
-        return read_adapter(model, self._mapper)
+    def read(self, model: nn.Module, values: Mapping[str, torch.Tensor] | None) -> TrainedAdapter:
+        return read_adapter(model, self._mapper, values, self._allow_unsynced)
 
     def layers(self, module: TrainedAdapter) -> Mapping[str, TrainedLayer]:
         return module.layers
@@ -71,25 +73,19 @@ class Pairs:
                 faults.append(f"{module}: {_moved(adapter)}, and it cannot say whether it serves those")
         return faults
 
-    def check_first(self, update: SyncUpdate, engines: Engines, gather: Gather | None) -> None:
-        """Check that the engine serves the changed base, where the pairs are of an init that changed it."""
-        moved = {module: adapter for module, adapter in update.modules.items() if adapter.moved_by is not None}
-        if not moved:
-            return
-        base: dict[str, dict[str, Expectation]] = {}
-        for module, adapter in moved.items():
-            for layer in adapter.pairs:
-                weight = whole(adapter.base[layer], gather)
-                if engines.mine:
-                    base.setdefault(module, {})[layer] = expected_base(weight, self._dtype)
-        try:
-            engines.verify({"base": base})
-        except SyncError as error:
-            which = "; ".join(f"{module}: {_moved(adapter)}" for module, adapter in moved.items())
-            raise SyncError(
-                f"{which}, and the engine does not serve those. Nothing was sent. Let the trainer merge (--use-lora "
-                f"alone), use another init, or load the trainer's base weights into the engine first. {error}"
-            ) from error
+    def base(self, module: TrainedAdapter) -> BaseWeights:
+        return module.trained_on
+
+    def base_fault(self, update: SyncUpdate) -> str:
+        causes = [f"{module}: {_moved(adapter)}; " for module, adapter in update.modules.items() if adapter.moved_by]
+        for module, adapter in update.modules.items():
+            if merged := adapter.trained_on.merged - {self._mapper.adapter}:
+                causes.append(f"{module}: adapters that are merged into the trainer's: {name_some(sorted(merged))}; ")
+        return (
+            f"{''.join(causes)}the engine's base weights are not those that the adapter was trained on. Load the "
+            "trainer's into the engine first, let the trainer merge and send every weight (--use-lora alone), or name "
+            "those that may differ in allow_unsynced="
+        )
 
     def expectations(self, update: SyncUpdate, answer: Answer, engines: Engines, gather: Gather | None) -> Expectations:
         merged_as = accepted("an engine answered the update", answer, Merged)
@@ -97,23 +93,37 @@ class Pairs:
         if unmerged := sorted(update.modules.keys() - live):
             logger.warning("the engine adds %s at run time: only base weights are verified there", unmerged)
         precision = Precision(merged_as["merge_precision"])
-        merged: dict[str, dict[str, Expectation]] = {}
-        base: dict[str, dict[str, Expectation]] = {}
+        layers: dict[Key, MergedLayer] = {}
         for module, adapter in update.modules.items():
             for layer, pair in adapter.pairs.items():
                 if layer not in adapter.base:
                     raise RequestError(f"{module}: {layer!r} cannot be verified: the model has no base weight for it")
-                weight = whole(adapter.base[layer], gather)
-                sides = LayerPair(*(whole(side, gather) for side in pair))
-                if not engines.mine:
-                    continue
-                if update.version == 1 or module not in live:
-                    base.setdefault(module, {})[layer] = expected_base(weight, self._dtype)
-                if module in live:
-                    scale = self._scale(adapter, layer)
-                    each = expected_merged(weight, sides, scale, self._dtype, precision, update.version)
-                    merged.setdefault(module, {})[layer] = each
-        return {"base": base, "live": merged}
+                layers[module, layer] = MergedLayer(adapter.base[layer], pair, self._scale(adapter, layer))
+        merged = {key: each for key, each in layers.items() if key[0] in live}
+        if precision is Precision.FP32:
+            expected = sample_merged(merged, self._dtype, update.version, engines, gather)
+        else:
+            expected = self._hashes(merged, engines, gather)
+        unmerged_layers = {key: each.base for key, each in layers.items() if key[0] not in live}
+        return {"base": base_hashes(unmerged_layers, self._dtype, engines, gather), "live": by_module(expected)}
+
+    def _hashes(
+        self, layers: Mapping[Key, MergedLayer], engines: Engines, gather: Gather | None
+    ) -> dict[Key, Expectation]:
+        expected: dict[Key, Expectation] = {}
+
+        def add(whole: dict[tuple[Key, str], torch.Tensor]) -> None:
+            if engines.mine:
+                key = next(iter(whole))[0]
+                base, *sides = whole.values()
+                expected[key] = expected_hash(base, LayerPair(*sides), layers[key].scale, self._dtype)
+
+        buckets = [
+            [((key, "base"), each.base), ((key, "a"), each.pair.a), ((key, "b"), each.pair.b)]
+            for key, each in layers.items()
+        ]
+        each_whole(buckets, add, engines.run_on_all_ranks, gather)
+        return expected
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -134,11 +144,11 @@ class FullWeights:
     noun = "tensors"
     transactional = False
 
-    def __init__(self, args: Namespace, mapper: PeftLoRAKeyMapper) -> None:
+    def __init__(self, args: Namespace, mapper: PeftLoRAKeyMapper, _: Sequence[str]) -> None:
         self._args, self._mapper = args, mapper
 
-    def read(self, model: nn.Module) -> dict[str, TrainedLayer]:
-        return read_layers(model)
+    def read(self, model: nn.Module, values: Mapping[str, torch.Tensor] | None) -> dict[str, TrainedLayer]:
+        return read_layers(model, values=values)
 
     def layers(self, module: dict[str, TrainedLayer]) -> Mapping[str, TrainedLayer]:
         return module
@@ -149,28 +159,59 @@ class FullWeights:
     def faults_on_stock(self, update: SyncUpdate) -> list[str]:
         return []
 
-    def check_first(self, update: SyncUpdate, engines: Engines, gather: Gather | None) -> None:
-        pass
+    def base(self, module: dict[str, TrainedLayer]) -> None:
+        return None
+
+    def base_fault(self, update: SyncUpdate) -> str:
+        return "every weight is sent"
 
     def expectations(self, update: SyncUpdate, answer: Answer, engines: Engines, gather: Gather | None) -> Expectations:
         dtype = DTYPES[self._args.diffusion_forward_dtype]
-        live: dict[str, dict[str, Expectation]] = {}
-        for module, layers in update.modules.items():
-            for layer, each in layers.items():
-                if not each.linear:
-                    continue
-                tensors = {name: whole(tensor, gather) for name, tensor in each.needed.items() if name != "bias"}
-                if engines.mine:
-                    weight = each.to_send("weight", tensors)
-                    live.setdefault(module, {})[layer] = expected_base(weight, dtype)
-        return {"live": live}
+        expected: dict[Key, Expectation] = {}
+
+        def add(whole: dict[tuple[Key, str], torch.Tensor]) -> None:
+            if engines.mine:
+                module, layer = key = next(iter(whole))[0]
+                tensors = {name: tensor for (_, name), tensor in whole.items()}
+                expected[key] = expected_base(update.modules[module][layer].to_send("weight", tensors), dtype)
+
+        buckets = [
+            [(((module, layer), name), tensor) for name, tensor in each.needed.items() if name != "bias"]
+            for module, layers in update.modules.items()
+            for layer, each in layers.items()
+            if each.linear
+        ]
+        each_whole(buckets, add, engines.run_on_all_ranks, gather)
+        return {"live": by_module(expected)}
 
 
 class MergedWeights(FullWeights):
     """Every weight with the adapter merged by the trainer, one layer at a time, in the weight's own dtype."""
 
-    def read(self, model: nn.Module) -> dict[str, TrainedLayer]:
-        return read_layers(model, read_adapter(model, self._mapper))
+    def read(self, model: nn.Module, values: Mapping[str, torch.Tensor] | None) -> dict[str, TrainedLayer]:
+        return read_layers(model, read_adapter(model, self._mapper, values))
+
+
+def base_hashes(
+    weights: Mapping[Key, torch.Tensor], dtype: torch.dtype, engines: Engines, gather: Gather | None
+) -> dict[str, dict[str, Expectation]]:
+    """Return what base weights must be, by module and layer. A collective."""
+    expected: dict[Key, Expectation] = {}
+
+    def add(whole: dict[Key, torch.Tensor]) -> None:
+        if engines.mine:
+            expected.update({key: expected_base(weight, dtype) for key, weight in whole.items()})
+
+    each_whole([[each] for each in weights.items()], add, engines.run_on_all_ranks, gather)
+    return by_module(expected)
+
+
+def by_module(expected: Mapping[Key, Expectation]) -> dict[str, dict[str, Expectation]]:
+    """Return expectations in the form of the verify route."""
+    modules: dict[str, dict[str, Expectation]] = {}
+    for (module, layer), each in expected.items():
+        modules.setdefault(module, {})[layer] = each
+    return modules
 
 
 def _moved(adapter: TrainedAdapter) -> str:

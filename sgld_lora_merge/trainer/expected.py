@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,16 @@ def merged_weight(base: torch.Tensor, pair: LayerPair, scale: float) -> torch.Te
     return base + ((b @ a) * scale).to(base.dtype).view_as(base)
 
 
+def expected_hash(base: torch.Tensor, pair: LayerPair, scale: float, dtype: torch.dtype) -> Expectation:
+    """Return what the merged weight must be where it is defined bit for bit: in the fp16 mode.
+
+    Args:
+        base, pair: whole tensors on one device.
+        dtype: of the engine's weight.
+    """
+    return {"sha256": sha256(merged_weight(base.to(dtype), pair, scale))}
+
+
 def expected_merged(
     base: torch.Tensor, pair: LayerPair, scale: float, dtype: torch.dtype, precision: Precision, seed: int
 ) -> Expectation:
@@ -37,27 +48,53 @@ def expected_merged(
         dtype: of the engine's weight.
         seed: chooses the elements.
     """
-    weight = base.to(dtype)
     if precision is Precision.FP16:
-        return {"sha256": sha256(merged_weight(weight, pair, scale))}
-    a, b = (side.flatten(1) for side in pair)
-    return {"samples": _samples(weight.flatten(1), a, b, scale, seed)}
+        return expected_hash(base, pair, scale, dtype)
+    weight, a, b = (each.flatten(1) for each in (base, *pair))
+    [at] = choose_positions([(weight.shape[0], weight.shape[1])], seed)
+    return expected_samples(at, weight[at.rows, at.columns].to(dtype), b[at.rows], a[:, at.columns].T, scale, dtype)
 
 
-def _samples(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, seed: int
-) -> list[tuple[int, int, float, float]]:
-    """Return float64 values with the bound of the fp32 mode: one rounding, and that of the float32 sums."""
-    chosen = torch.randint(weight.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-    rows, columns = (index.to(weight.device) for index in (chosen // weight.shape[1], chosen % weight.shape[1]))
+class Positions(NamedTuple):
+    """Elements of a whole weight that are compared in the fp32 mode, the same ones on every rank."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+
+def choose_positions(shapes: Sequence[tuple[int, int]], seed: int) -> list[Positions]:
+    """Choose `SAMPLES` elements of each weight.
+
+    Args:
+        shapes: rows and columns of each.
+        seed: chooses them.
+    """
+    sizes = torch.tensor([rows * columns for rows, columns in shapes])[:, None]
+    widths = torch.tensor([columns for _, columns in shapes])[:, None]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(2**62, (len(shapes), SAMPLES), generator=generator) % sizes
+    return [Positions(*each) for each in zip(chosen // widths, chosen % widths, strict=True)]
+
+
+def expected_samples(
+    positions: Positions, own: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dtype: torch.dtype
+) -> Expectation:
+    """Return float64 values with the bound of the fp32 mode: one rounding, and that of the float32 sums.
+
+    Args:
+        own: ``W0`` at the positions, in the engine's dtype.
+        left, right: rows of B and columns of A there, ``[samples, rank]``.
+        dtype: of the engine's weight.
+    """
     scale = float(torch.tensor(scale, dtype=torch.float32))
-    left, right, own = b[rows].double(), a[:, columns].T.double(), weight[rows, columns].double()
+    own, left, right = own.double(), left.double(), right.double()
     values = own + scale * (left * right).sum(1)
-    sums = 4 * a.shape[0] * 2.0**-24 * (own.abs() + abs(scale) * (left * right).abs().sum(1))
-    return [
-        # a value just above a power of two may be rounded to one below, whose ulp is half as large
-        (row, column, value, 1.0 + 2 * bound / ulp(value, weight.dtype))
-        for row, column, value, bound in zip(
-            rows.tolist(), columns.tolist(), values.tolist(), sums.tolist(), strict=True
-        )
-    ]
+    sums = 4 * left.shape[1] * 2.0**-24 * (own.abs() + abs(scale) * (left * right).abs().sum(1))
+    numbers = zip(*(each.tolist() for each in (*positions, values, sums)), strict=True)
+    return {
+        "samples": [
+            # a value just above a power of two may be rounded to one below, whose ulp is half as large
+            (row, column, value, 1.0 + 2 * bound / ulp(value, dtype))
+            for row, column, value, bound in numbers
+        ]
+    }

@@ -48,9 +48,9 @@ def prepare(tensors: Sequence[torch.Tensor], gather: Gather | None = None) -> Ga
     Args:
         gather: makes one tensor whole, for any other sharding.
     """
-    detached = [tensor.detach() for tensor in tensors]
     if gather is not None:
-        return _OneByOne(detached, gather)
+        return _OneByOne(tensors, gather)  # its shards may be no tensors of torch's
+    detached = [tensor.detach() for tensor in tensors]
     rows = [index for index, tensor in enumerate(detached) if _has_rows(tensor)]
     others = [index for index in range(len(detached)) if index not in set(rows)]
     groups = [[rows[at] for at in group] for group in group_shards([detached[index] for index in rows])]
@@ -199,3 +199,22 @@ class GatherAhead(Generic[Key]):
         if self._failure is not None:
             raise self._failure
         return dict(zip(keys, gathering.finish(), strict=True))
+
+
+def each_whole(
+    buckets: Sequence[list[tuple[Key, torch.Tensor]]],
+    work: Callable[[dict[Key, torch.Tensor]], None],
+    agree: Callable[[Callable[[], None]], None],
+    gather: Gather | None = None,
+) -> None:
+    """Make tensors whole and work with them, bucket by bucket. A collective.
+
+    Args:
+        work: is given the whole tensors of one bucket.
+        agree: runs a function on every rank, and raises on all where it failed on one.
+    """
+    ahead = GatherAhead(buckets, gather)
+    for _ in buckets:
+        agree(ahead.prepare)
+        ahead.start()
+        agree(lambda: work(ahead.take()))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sgld_lora_merge.merge.fingerprint import payload_fingerprint
 from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.memory import exportable_memory
 from sgld_lora_merge.trainer.ranks import Ranks
@@ -22,11 +22,21 @@ from sgld_lora_merge.trainer.sync_update import (
 )
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.payload import FLATTENED_BUCKET, pack, withdraw
-from sgld_lora_merge.wire.schema import ABORT_ROUTE, COMMIT_ROUTE
 
-Exported = tuple[str, str | None, list[torch.Tensor]]  # a payload, the UUID of its GPU, its memory
 
-logger = logging.getLogger(__name__)
+class Exported(NamedTuple):
+    """A payload of one rank.
+
+    Attributes:
+        uuid: of the GPU; None for a CPU's memory.
+        fingerprint: of the bytes, which the engine compares with those that it opens.
+    """
+
+    payload: str
+    uuid: str | None
+    fingerprint: str
+    memory: list[torch.Tensor]
+
 
 # Who holds which memory, until when:
 #
@@ -86,24 +96,13 @@ class ByHandles:
         answers, self._answers = self._answers, []
         if not self._waits_for_commit:
             return answers
-        commit = {"update_id": update.update_id}
-        try:
-            return self.engines.call(lambda transport: transport.ask(COMMIT_ROUTE, commit))
-        except SyncError as error:
-            raise SyncError(
-                f"an engine did not commit update {update.update_id!r}; the other engines may be live with it: see "
-                f"their status, and sync again. {error}"
-            ) from error
+        return self.engines.commit(update.update_id)
 
     def abort(self, update: SyncUpdate) -> None:
         answers, self._answers = self._answers, []
         if not self._in_transaction or not (answers or self._waits_for_commit):
             return
-        for transport in self.engines.mine:
-            try:
-                transport.ask(ABORT_ROUTE, {"update_id": update.update_id})
-            except SyncError as error:  # an engine that has nothing of it says so, which is no fault
-                logger.debug("update %s was not aborted: %s", update.update_id, error)
+        self.engines.abort(update.update_id)
 
     def _push(self, module: str, bucket: GatheredBucket, fields: dict[str, Any]) -> list[Answer]:
         """Send one bucket to every engine; return the answers of all, on every rank."""
@@ -120,19 +119,21 @@ class ByHandles:
             self.engines.run_on_all_ranks(export)
         except Exception:
             if exported is not None:
-                withdraw(exported[0], exported[2])  # no engine has heard of it
+                withdraw(exported.payload, exported.memory)  # no engine has heard of it
                 exported = None  # the traceback keeps this frame
             raise
         bucket.start_next()
-        payloads = self.engines.ranks.gather_of_engine(exported[:2]) if exported else []
-        uuids = [uuid_of_gpu for _, uuid_of_gpu in payloads]
+        payloads = self.engines.ranks.gather_of_engine(exported[:3]) if exported else []
+        uuids = [uuid for _, uuid, _ in payloads]
         request = {
-            "serialized_named_tensors": [payload for payload, _ in payloads],
+            "serialized_named_tensors": [payload for payload, _, _ in payloads],
             "payload_gpu_uuids": uuids if any(uuids) else None,
             "load_format": FLATTENED_BUCKET,
             "target_modules": [module],
             **fields,
         }
+        if not self.engines.detect_stock_engines():
+            request["payload_fingerprint"] = [fingerprint for _, _, fingerprint in payloads]
         opened: list[bool] = []
 
         def send(transport: Transport) -> Answer:
@@ -157,15 +158,15 @@ class ByHandles:
         ranks = self.engines.ranks
         by_place = ranks.of_engine_from_first(opened)
         if exported is not None and by_place[ranks.place : ranks.place + 1] == [False]:
-            withdraw(exported[0], exported[2])
+            withdraw(exported.payload, exported.memory)
 
     def _export(self, module: str, named: NamedTensors) -> Exported | None:
-        """Return a payload, the UUID of its GPU, and its memory; None on a rank whose payload nobody reads."""
+        """Return this rank's payload; None on a rank whose payload nobody reads."""
         if not self.engines.ranks.serves:
             return None
         device = named[0][1].device
-        uuid_of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         with exportable_memory(device):
             # the layout as text is read by our own route only
             payload, buffers = pack({module: named}, compact=self._in_transaction)
-        return payload, uuid_of_gpu, buffers
+        return Exported(payload, uuid, payload_fingerprint({module: buffers[0]}), buffers)

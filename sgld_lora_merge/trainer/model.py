@@ -12,6 +12,8 @@ from torch import nn
 from sgld_lora_merge.adapter.peft_config import keeps_base, variant_faults
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.targets import CONVOLUTIONS
+from sgld_lora_merge.trainer.account import NamedModules, several_active, unsent_faults
+from sgld_lora_merge.trainer.base import BaseWeights, read_base
 from sgld_lora_merge.trainer.expected import merged_weight
 from sgld_lora_merge.trainer.names import (
     BASE_LAYER,
@@ -23,7 +25,6 @@ from sgld_lora_merge.trainer.names import (
 )
 
 _BASE_WEIGHT = f".{BASE_LAYER}.weight"
-NamedModules = Sequence[tuple[str, nn.Module]]
 # fields of a config whose tensors, layers or own sentence say what they are
 _NAMED_ELSEWHERE = {"bias", "lora_bias", "modules_to_save", "trainable_token_indices", "use_dora"}
 
@@ -36,12 +37,14 @@ class TrainedAdapter:
         pairs: by layer prefix, sorted.
         scales: the whole scale of each layer that PEFT knows one for.
         base: the weight that each layer's pair is added to.
+        trained_on: all base weights of the module, of layers without a pair too.
         moved_by: PEFT's init that changed those weights; None where they are the checkpoint's.
     """
 
     pairs: Mapping[str, LayerPair]
     scales: Mapping[str, float]
     base: Mapping[str, torch.Tensor]
+    trained_on: BaseWeights
     moved_by: str | None = None
 
     @cached_property
@@ -50,24 +53,41 @@ class TrainedAdapter:
         return {layer: TrainedLayer({"lora_A": pair.a, "lora_B": pair.b}, True) for layer, pair in self.pairs.items()}
 
 
-def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
+def read_adapter(
+    model: nn.Module,
+    mapper: PeftLoRAKeyMapper,
+    values: Mapping[str, torch.Tensor] | None = None,
+    allow_unsynced: Sequence[str] = ("*",),
+) -> TrainedAdapter:
     """Read the adapter out of a model. Scales are those that PEFT computes with, patterns and rsLoRA included.
+
+    Args:
+        values: in the place of those of the model, under the keys of its state dict: of every tensor of the adapter.
+        allow_unsynced: patterns of parameters that may be trained, or differ from the engine's, although pairs do not
+            carry them; all of them where they are sent besides.
 
     Raises:
         RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
     """
     modules = list(model.named_modules())
-    if faults := _faults_of(modules, mapper.adapter):
-        raise RequestError(*faults)
+    faults = _faults_of(modules, mapper.adapter)
     state = model.state_dict()
-    pairs, unmapped = collect_lora_layer_groups(state, mapper)
-    if unmapped:
-        raise RequestError(f"{len(unmapped)} keys of adapter {mapper.adapter!r} have no place: {name_some(unmapped)}")
-    if not pairs:
+    if values is not None:
+        state = state | replacements(state, values, [key for key in state if mapper.is_lora_key(key)])
+    pairs: Mapping[str, LayerPair] = {}
+    try:
+        pairs, unmapped = collect_lora_layer_groups(state, mapper)
+        if unmapped:
+            faults.append(f"{len(unmapped)} keys of adapter {mapper.adapter!r} have no place: {name_some(unmapped)}")
+    except RequestError as error:
+        faults.extend(error.faults)
+    if not pairs and not faults:
         raise RequestError(
             f"the model has no lora_A and lora_B of adapter {mapper.adapter!r}: nothing to send. Its keys are like "
             f"{name_some(list(state)[:3])}"
         )
+    if faults := [*faults, *unsent_faults(modules, mapper, allow_unsynced)]:
+        raise RequestError(*faults)
     scales = {
         unwrapped(name): float(scaling[mapper.adapter])
         for name, module in modules
@@ -75,7 +95,32 @@ def read_adapter(model: nn.Module, mapper: PeftLoRAKeyMapper) -> TrainedAdapter:
     }
     bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
     base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
-    return TrainedAdapter(pairs, scales, base, _init_that_moved_the_base(modules, mapper.adapter))
+    moved_by = _init_that_moved_the_base(modules, mapper.adapter)
+    return TrainedAdapter(pairs, scales, base, read_base(modules, state, allow_unsynced), moved_by)
+
+
+def replacements(
+    state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], needed: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return values under the keys of a state dict; wrappers in the names of either make no difference.
+
+    Args:
+        needed: keys that must all have a value, or old and new values would be mixed.
+
+    Raises:
+        RequestError: a value is missing, is of no such key, or has another shape.
+    """
+    by_name = {unwrapped(key): key for key in state}
+    given = {unwrapped(key): value for key, value in values.items()}
+    faults = [f"{by_name[name]!r} has no value" for name in map(unwrapped, needed) if name not in given]
+    for name, value in given.items():
+        if name not in by_name:
+            faults.append(f"there is a value of {name!r}, which the model does not have")
+        elif value.shape != (shape := state[by_name[name]].shape):
+            faults.append(f"the value of {name!r} has shape {tuple(value.shape)}, the model's has {tuple(shape)}")
+    if faults:
+        raise RequestError(*faults)
+    return {by_name[name]: value for name, value in given.items()}
 
 
 def scales_of_their_own(adapter: TrainedAdapter, alpha: float | None, rank: int | None) -> dict[str, float]:
@@ -120,11 +165,14 @@ class TrainedLayer:
         return merged_weight(whole[name], LayerPair(*(whole[side] for side in LayerPair._fields)), self.scale)
 
 
-def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict[str, TrainedLayer]:
+def read_layers(
+    model: nn.Module, adapter: TrainedAdapter | None = None, values: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, TrainedLayer]:
     """Return all layers of a model by prefix, under the names of its checkpoint: what PEFT adds is left out.
 
     Args:
         adapter: what is merged; None for a model without LoRA.
+        values: in the place of those of the model, under the keys of its state dict: of every trained parameter.
 
     Raises:
         RequestError: the model has LoRA and no adapter is merged; it has no parameters; a pair has nothing to go into.
@@ -132,7 +180,10 @@ def read_layers(model: nn.Module, adapter: TrainedAdapter | None = None) -> dict
     parameters = {unwrapped(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {unwrapped(name): module for name, module in model.named_modules(remove_duplicate=False)}
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in model.state_dict().items():
+    state = model.state_dict()
+    if values is not None:
+        state = state | replacements(state, values, [n for n, each in model.named_parameters() if each.requires_grad])
+    for key, tensor in state.items():
         bare = unwrapped(key)  # wrappers may stand in the names of parameters, and in these keys, or in one of them
         if bare not in parameters or is_adapter_key(bare):
             continue
@@ -174,7 +225,7 @@ def _faults_of(modules: NamedModules, adapter: str) -> list[str]:
             faults[f"{name!r} of adapter {adapter!r} is {kind}, of which A and B are not all; it is not sent"] = None
         if adapter in own.get("merged_adapters", ()):
             faults[f"adapter {adapter!r} is merged into the trainer's own weights; call unmerge_adapter() first"] = None
-    return list(faults)
+    return [*faults, *several_active(modules, adapter)]
 
 
 def _init_that_moved_the_base(modules: NamedModules, adapter: str) -> str | None:

@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,15 +20,16 @@ from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.settings import settings_from
+from sgld_lora_merge.trainer.base import BaseWeights, compare_base
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.gather import Gather, GatherAhead
 from sgld_lora_merge.trainer.model import TrainedLayer
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
 from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpdate, Travel
-from sgld_lora_merge.trainer.transport import Answer, Transport
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
-LOGGED_VERSIONS = 2
+LOGGED_SYNCS = 2  # the first ones of a run, in the log
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class SyncReport:
     """A sync that is live on every engine.
 
     Attributes:
-        version: of the weights, counted from 1.
+        version: of the weights. It counts attempts, failed ones included, from above what the engines have had.
         tensors, layers, buckets: how many were sent.
         nbytes: bytes of the tensors, once.
         seconds: by stage.
@@ -58,7 +58,7 @@ class SyncReport:
 
 
 class MakeContents(Protocol):
-    def __call__(self, args: Namespace, mapper: PeftLoRAKeyMapper, /) -> Contents: ...
+    def __call__(self, args: Namespace, mapper: PeftLoRAKeyMapper, allow_unsynced: Sequence[str], /) -> Contents: ...
 
 
 class MakeTravel(Protocol):
@@ -77,7 +77,12 @@ class WeightSync:
         gpus_per_engine: ranks ``[i * g, (i + 1) * g)`` are on the GPUs of engine i.
         adapter: the PEFT adapter that is sent; the engine's default one is what it becomes.
         verify: compare the engine's weights after every sync; None asks ``SGLD_LORA_VERIFY``. May be changed later.
-        gather: makes one shard whole, for other shardings than DTensor.
+        gather: makes one shard whole, for other shardings than DTensor. Where it fails on one rank it must fail on all.
+        allow_unsynced: patterns (``*.norm.weight``) of parameters that are trained, or that the engine has otherwise,
+            although a LoRA sync does not send them.
+
+    Attributes:
+        version: that is live on the engines, as far as this object knows; 0 before the first sync.
     """
 
     log_name: ClassVar[str]
@@ -94,16 +99,36 @@ class WeightSync:
         adapter: str = DEFAULT_ADAPTER,
         verify: bool | None = None,
         gather: Gather | None = None,
+        allow_unsynced: Sequence[str] = (),
     ) -> None:
         self.args = args
         self.version = 0
         self.verify = settings_from().verify if verify is None else verify
         self._models = model if isinstance(model, Mapping) else {args.update_weight_target_module: model}
         self._gather = gather
-        self._contents = type(self).contents(args, PeftLoRAKeyMapper(adapter))
+        self._contents = type(self).contents(args, PeftLoRAKeyMapper(adapter), tuple(allow_unsynced))
         engines = list(transports) if isinstance(transports, Sequence) else [transports]
         self._travel = type(self).travel(args, self._contents, engines, gpus_per_engine)
         self._engines = self._travel.engines
+        self._number: int | None = None  # the last version that was tried
+        self._compared: object = None  # the state of the base weights that the engines were found to have
+        self._values: dict[str, Mapping[str, torch.Tensor]] | None = None
+        self._logged = 0
+
+    @contextmanager
+    def sending(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Send these values inside, an average or an old policy; the model's own are neither read nor changed.
+
+        Args:
+            values: of every tensor that is sent, or for full weights of every one that is trained, under the names of
+                the model's parameters; with several modules by module. Whole tensors, or shards like the model's.
+        """
+        nested = any(isinstance(each, Mapping) for each in values.values())
+        self._values = dict(values) if nested else dict.fromkeys(self._models, values)
+        try:
+            yield
+        finally:
+            self._values = None
 
     def update_weights(self) -> SyncReport:
         """Bring the model's present values to every engine. A collective: every rank calls it.
@@ -113,12 +138,20 @@ class WeightSync:
             SyncError: an engine refused, or failed, or its weights are not what they should be.
         """
         engines = self._engines
-        update_id = engines.ranks.gather(uuid.uuid4().hex)[0]
-        update = engines.run_on_all_ranks(partial(self._prepare, update_id))
-        if engines.detect_stock_engines() and (faults := self._faults_on_stock(update)):
-            raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
-        if self.version == 0:
-            self._contents.check_first(update, engines, self._gather)
+        modules, buckets = engines.run_on_all_ranks(self._prepare)
+        if self._number is None:
+            self._number = engines.highest_version()
+        base = self._base_of(modules)
+        state = [(name, each.state) for name, each in base.items()]
+        agreed = engines.ranks.gather((uuid.uuid4().hex, state != self._compared))
+        update = SyncUpdate(self._number + 1, agreed[0][0], modules, buckets)
+        if engines.detect_stock_engines():
+            if faults := self._faults_on_stock(update):
+                raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
+        elif any(changed for _, changed in agreed):
+            self._compare_base(update, base)
+            self._compared = state
+        self._number = update.version
         with update.stage("send"):
             answers = self._send(update)
         self.version = update.version
@@ -137,13 +170,26 @@ class WeightSync:
             answers[0],
         )
 
-    def _prepare(self, update_id: str) -> SyncUpdate:
+    def _base_of(self, modules: Mapping[str, Any]) -> dict[str, BaseWeights]:
+        """Return what the engines must have already, by module."""
+        base = {name: self._contents.base(module) for name, module in modules.items()}
+        return {name: each for name, each in base.items() if each is not None}
+
+    def _compare_base(self, update: SyncUpdate, base: Mapping[str, BaseWeights]) -> None:
+        """Compare the base weights: before the first sync, and where something has written to them since."""
+        with update.stage("base"):
+            try:
+                compare_base(base, self._engines, self._gather)
+            except SyncError as error:
+                raise SyncError(f"{self._contents.base_fault(update)}. Nothing was sent. {error}") from error
+
+    def _prepare(self) -> tuple[dict[str, Any], list[tuple[str, list[str]]]]:
         """Read all modules and plan the buckets."""
         modules: dict[str, Any] = {}
         faults: list[str] = []
         for name, model in self._models.items():
             try:
-                modules[name] = self._contents.read(model)
+                modules[name] = self._contents.read(model, None if self._values is None else self._values.get(name, {}))
             except RequestError as error:
                 faults.extend(f"{name}: {fault}" for fault in error.faults)
                 continue
@@ -161,7 +207,7 @@ class WeightSync:
                 self.args.update_weight_buffer_size,
             )
         ]
-        return SyncUpdate(self.version + 1, update_id, modules, buckets)
+        return modules, buckets
 
     def _send(self, update: SyncUpdate) -> list[Answer]:
         """Send all buckets. While one travels the next one is gathered, and no other is in memory."""
@@ -194,8 +240,9 @@ class WeightSync:
         }
 
     def _log(self, update: SyncUpdate) -> None:
-        if self._engines.ranks.rank or update.version > LOGGED_VERSIONS:
+        if self._engines.ranks.rank or self._logged == LOGGED_SYNCS:
             return
+        self._logged += 1
         for module, layers in self._layers(update).items():
             logger.info(
                 "%s weight sync v%d [%s]: pushed %d %s, %d layer prefixes in %d buckets (unmapped=0)",

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sgld_lora_merge.trainer.base import BaseWeights
 from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.expected import Expectation
 from sgld_lora_merge.trainer.gather import Gather
@@ -56,11 +57,14 @@ class Contents(Protocol):
     noun: str
     transactional: bool
 
-    def read(self, model: nn.Module) -> Any:
+    def read(self, model: nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:
         """Read what is sent of one module.
 
+        Args:
+            values: in the place of the model's, under the keys of its state dict; None for those of the model.
+
         Raises:
-            RequestError: it cannot be sent.
+            RequestError: it cannot be sent, or is not all that was trained.
         """
 
     def layers(self, module: Any) -> Mapping[str, TrainedLayer]:
@@ -72,8 +76,11 @@ class Contents(Protocol):
     def faults_on_stock(self, update: SyncUpdate) -> list[str]:
         """Return what this sync needs and an engine without the plugin does not have."""
 
-    def check_first(self, update: SyncUpdate, engines: Engines, gather: Gather | None) -> None:
-        """Check what must hold before the first sync. A collective."""
+    def base(self, module: Any) -> BaseWeights | None:
+        """Return the base weights that the engine must have already; None where they are sent."""
+
+    def base_fault(self, update: SyncUpdate) -> str:
+        """Return what is known of the trainer's base weights, and the way out, where the engine has others."""
 
     def expectations(self, update: SyncUpdate, answer: Answer, engines: Engines, gather: Gather | None) -> Expectations:
         """Return what the engines' weights must be, on ranks that call an engine. A collective."""

@@ -12,7 +12,7 @@ from sgld_lora_merge.errors import LoraMergeError, printable
 from sgld_lora_merge.settings import settings_from
 from sgld_lora_merge.trainer.answers import FORMS, Answered, Refusal
 from sgld_lora_merge.trainer.engine_client import EngineClient, Reply, Unanswered, fits
-from sgld_lora_merge.wire.schema import STATUS_ROUTE, UPDATE_ROUTE, UPLOAD_ROUTE
+from sgld_lora_merge.wire.schema import RESOLVE_ROUTE, STATUS_ROUTE, UPDATE_ROUTE, UPLOAD_ROUTE, VERIFY_ROUTE
 
 Answer = dict[str, Any]
 
@@ -23,6 +23,7 @@ SETTLE_S = 10.0  # for each question by which a lost answer is settled
 # of an answer that no engine gave: sending again may help
 _TRY_AGAIN = (200, 408, 425, 429)
 _GATEWAY = (502, 503, 504)
+_HARMLESS = (RESOLVE_ROUTE, VERIFY_ROUTE)  # may be sent twice
 _ACCEPTED = ("staging", "staged", "live")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 200
@@ -58,9 +59,9 @@ class Transport(Protocol):
 class HttpTransport:
     """Updates as JSON, payloads as handles: the engine is on this machine.
 
-    What became of a request whose answer is lost is settled by the status of its ``update_id``, and the same bytes are
-    sent again, which the engine does not apply twice. An answer that no engine gave, a gateway's 502 or its page of
-    HTML, is a lost one. Without an ``update_id`` nothing is sent twice.
+    A question that changes nothing is asked again where its answer is lost. What became of an update is settled by the
+    status of its ``update_id``, and the same bytes are sent again, which the engine does not apply twice. An answer
+    that no engine gave, a gateway's 502 or its page of HTML, is a lost one. What has neither is not sent twice.
 
     Args:
         url: of the engine, ``http://127.0.0.1:30000``. A proxy of the environment is not used.
@@ -96,30 +97,32 @@ class HttpTransport:
         def send(seconds: float) -> Reply:
             return self._client.send("POST", route, seconds, body, headers=_JSON)
 
-        return self._send_until_answered(send, fields.get("update_id"), form)
+        return self._send_until_answered(send, fields.get("update_id"), form, harmless=route in _HARMLESS)
 
     def _send_until_answered(
-        self, send: Callable[[float], Reply], update_id: str | None, form: type[Answered]
+        self, send: Callable[[float], Reply], update_id: str | None, form: type[Answered], *, harmless: bool = False
     ) -> Answer:
         """Send until an engine has answered, or the time is over.
 
         Args:
             send: sends the request, which has as many seconds.
-            update_id: that the engine knows the request by; None for a request that must not be sent twice.
+            update_id: that the engine knows the request by.
+            harmless: it may be sent twice without one.
         """
+        once = update_id is None and not harmless
         until = time.monotonic() + self._timeout
         seconds, pause, known = self._timeout, PAUSE_S, None
         for attempt in range(1, TRIES + 1):
             try:
                 reply = send(seconds)
-                if update_id is None or is_of_engine(reply):
+                if once or is_of_engine(reply):
                     return checked(reply, form)
                 lost, again = foreign(reply), reply.status >= 500 or reply.status in _TRY_AGAIN
             except Unanswered as error:
-                if update_id is None:
+                if once:
                     raise SyncError(f"{self.url} did not answer: {error}") from error
                 lost, again = f"{self.url} did not answer: {error}", True
-            known = self._state_of(update_id)
+            known = None if update_id is None else self._state_of(update_id)
             seconds = until - time.monotonic()
             if known in _ACCEPTED:  # its answer is on record
                 seconds = max(seconds, SETTLE_S)

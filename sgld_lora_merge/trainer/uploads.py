@@ -55,6 +55,10 @@ class ByUpload:
         query = {"target_module": only, **fields, "update_id": update.update_id}
         tensors, self._tensors = self._tensors, {}
 
+        several = len(self.engines.transports) > 1
+        if several:
+            query["commit"] = False
+
         def upload() -> list[Answer]:
             file = adapter_bytes(tensors, scaling) if tensors else None
             answers = []
@@ -63,7 +67,13 @@ class ByUpload:
                 step()
             return answers
 
-        return self.engines.ranks.gather(self.engines.run_on_all_ranks(upload))[0]
+        try:
+            answers = self.engines.ranks.gather(self.engines.run_on_all_ranks(upload))[0]
+        except Exception:
+            if several:
+                self.engines.abort(update.update_id)
+            raise
+        return self.engines.commit(update.update_id) if several else answers
 
     def abort(self, update: SyncUpdate) -> None:
         self._tensors = {}  # no engine has heard of it

@@ -213,13 +213,18 @@ _Samples = Annotated[list[_Sample], _FirstFault(), BeforeValidator(_at_most(MOST
 
 
 class LayerExpectation(BaseModel):
-    """What one layer's weight should be: exactly one of the two."""
+    """What one layer's weight should be: exactly one of the three."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     sha256: Label | None = Field(None, description="sglang's checksum of the whole unsharded, contiguous weight.")
     samples: _Samples | None = Field(
         None, description="[row, column, value, ulps]: elements of the whole weight, and how far off they may be."
+    )
+    weight_sum: Label | None = Field(
+        None,
+        description="el64:<dtype>:<rows>x<columns>:<sum> of the whole weight, rounded to that dtype: one pass where "
+        "the weight is, and no rank sends its part of it.",
     )
 
 
@@ -234,7 +239,7 @@ class VerifyRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     modules: Annotated[dict[Label, _Expectations], _few_modules] = Field(
-        description="module -> layer prefix -> what its weight should be, either sha256 or samples."
+        description="module -> layer prefix -> what its weight should be, one of sha256, samples and weight_sum."
     )
     weights: Literal["live", "base"] = Field(
         "live", description="live: what the engine generates with; base: W0, which its merges start from."

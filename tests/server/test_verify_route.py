@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sgld_lora_merge.merge.kernels import word_sum
 from support import lora
 
 
@@ -14,6 +15,12 @@ def verify(engine, layers, module="transformer"):
 
 def expected(engine, adapter):
     return lora.merged(engine.targets, adapter, 1.5, engine.merge)
+
+
+def weight_sum(weight):
+    """Computed by the definition: each element a word."""
+    total = int(word_sum(weight.view(torch.int16).to(torch.int64).flatten())) % 2**64
+    return f"el64:bfloat16:{weight.shape[0]}x{weight.shape[1]}:{total:016x}"
 
 
 @pytest.fixture(params=["zimage", "tp2"])
@@ -80,6 +87,16 @@ def test_the_base_that_merges_start_from_can_be_verified_while_an_adapter_is_liv
     body = {"modules": {"transformer": layers}, "weights": "base"}
     assert engine.server.post("/lora_merge/verify", body).json()["success"] is True
     assert verify(engine, layers).json()["success"] is False
+    sums = {layer: {"weight_sum": weight_sum(weight)} for layer, weight in engine.targets.items()}
+    assert engine.server.post("/lora_merge/verify", body | {"modules": {"transformer": sums}}).json()["success"] is True
+    touched = [f"transformer.{layer}" for layer in sorted(half)]
+    assert sorted(verify(engine, sums).json()["mismatched"]) == touched
+    sums["layers.0.attention.to_q"]["weight_sum"] = weight_sum(torch.zeros(2, 2))
+    answer = engine.server.post("/lora_merge/verify", body | {"modules": {"transformer": sums}})
+    assert answer.json()["mismatched"] == ["transformer.layers.0.attention.to_q"]
+    refused = verify(engine, {"layers.0.attention.to_q": {"weight_sum": "sm64:1:0"}})
+    assert refused.status_code == 400
+    assert "no sum of a weight" in refused.json()["message"]
 
 
 def test_peft_names_are_understood(zimage):
@@ -94,8 +111,8 @@ def test_peft_names_are_understood(zimage):
         ({"transformer": {"layers.9.x": {"sha256": ""}}}, 400, "layers.9.x"),
         ({"transformer_2": {"x": {"sha256": ""}}}, 400, "transformer_2"),
         ({"transformer": {"layers.0.attention_norm1": {"sha256": ""}}}, 400, "not a linear layer"),
-        ({"transformer": {"x": {}}}, 400, "either sha256 or samples"),
-        ({"transformer": {"x": {"sha256": "", "samples": []}}}, 400, "either sha256 or samples"),
+        ({"transformer": {"x": {}}}, 400, "needs one of sha256, samples, weight_sum"),
+        ({"transformer": {"x": {"sha256": "", "samples": []}}}, 400, "needs one of sha256, samples, weight_sum"),
         ({}, 400, "names no layer"),
         ({"transformer": {"x": {"sha": ""}}}, 422, "sha"),
         ({"transformer": {"x": {"samples": [[0, 0, "1", 1]]}}}, 422, "samples"),

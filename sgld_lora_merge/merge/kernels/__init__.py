@@ -28,6 +28,7 @@ __all__ = [
     "scratch_for",
     "share_scratch",
     "word_sum",
+    "word_sum_of_rows",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -92,11 +93,32 @@ def compile_ahead(
 
 def word_sum(data: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the sum that fingerprints are made of; `words.word_sum` defines it and has the arguments."""
-    if _code_for(data.device) is reference:
-        return words.word_sum(data, start)
-    from sgld_lora_merge.merge.kernels import word_tiles
+    total: torch.Tensor = _words_on(data.device).word_sum(data, start)
+    return total
 
-    return word_tiles.word_sum(data, start)
+
+def word_sum_of_rows(data: torch.Tensor, start: int, width: int) -> torch.Tensor:
+    """Return the part of that sum which some columns of a matrix are; `words.word_sum_of_rows` defines it."""
+    if data.shape[1] == width:
+        return word_sum(data.flatten(), start)
+    return words.word_sum_of_rows(data, start, width)
+
+
+@functools.cache
+def _words_on(device: torch.device) -> ModuleType:
+    """Return the code for sums on this device: the kernel if it compiles there, which takes a second."""
+    if device.type != "cuda":
+        return words
+    try:
+        from sgld_lora_merge.merge.kernels import word_tiles
+
+        word_tiles.word_sum(torch.zeros(1, dtype=torch.int64, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.warning("sums are not made by the kernel on %s, but by plain torch: %s", device, error)
+        return words
+    return word_tiles
 
 
 def _code_for(device: torch.device) -> ModuleType:

@@ -36,6 +36,22 @@ def word_sum(words: torch.Tensor, start: int = 0) -> torch.Tensor:
     return total
 
 
+def word_sum_of_rows(words: torch.Tensor, start: int, width: int) -> torch.Tensor:
+    """Sum the mixed words of some columns of a wider matrix.
+
+    Args:
+        words: int64, ``[rows, columns]``.
+        start: place of the first one.
+        width: places from one row to the next.
+
+    Returns:
+        As `word_sum`.
+    """
+    rows = torch.arange(words.shape[0], device=words.device) * _signed(width * GAMMA)
+    columns = torch.arange(words.shape[1], device=words.device) * GAMMA
+    return _mixed(words + rows[:, None] + columns + _signed((start + 1) * GAMMA)).sum()
+
+
 def _mixed(x: torch.Tensor) -> torch.Tensor:
     """Replace each element by its ``mix``."""
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
