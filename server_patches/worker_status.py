@@ -47,6 +47,7 @@ def live_answer(
             "layers": len(part.layers),
             "rounding_loss": stats[part.module].rounding_loss if part.merged else None,
             "merge_mode": part.merge_mode,
+            "pairs_rounded": part.pairs_rounded,
             "kept": states[part.module].versions.layers_beside(part),
             "versions": states[part.module].versions.named_counts,
         }
@@ -60,6 +61,8 @@ def live_answer(
         if each["kept"] and mention_kept:
             has = version_in_words(states[name])
             message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
+    if rounded := [part.module for part in plan.modules if part.pairs_rounded]:
+        message += f"; in {name_some(rounded)} A or B was first rounded to the weights' dtype"
     logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
     return {
         "message": message,
@@ -70,6 +73,7 @@ def live_answer(
         "merge_precision": str(engine.precision),
         "base_store": states[names[0]].store.kind if names else None,
         "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
+        "pairs_rounded": bool(rounded),
         "modules": modules,
         "timings_ms": timings,
     }

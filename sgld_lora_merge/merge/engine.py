@@ -35,6 +35,7 @@ from sgld_lora_merge.merge.planning import (
     WeightsOnce,
     exchange_adapters,
     plan_module,
+    rounds_pairs,
     tied_weight_faults,
 )
 from sgld_lora_merge.merge.resident import (
@@ -177,6 +178,7 @@ class MergeEngine:
             branches_before={key: branch for key, (branch, _) in branches.items()},
             branches_after={key: branch for key, (_, branch) in branches.items()},
             offloaded=offloaded,
+            pairs_rounded=rounds_pairs(plan, weights, self.precision),
         )
         if plan.offloaded is not None:
             return replace(plan, signature=None)

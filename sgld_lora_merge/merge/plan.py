@@ -65,6 +65,7 @@ class ModulePlan:
         signature: of the update, where another one of the same signature may reuse this plan once it is free.
         copies: how that memory is filled. memory: all of it, where one copy of a bucket fills it.
         addresses: of the weights that the plan was made for.
+        pairs_rounded: A or B of a pair that goes live is rounded before it is multiplied.
     """
 
     module: str
@@ -88,6 +89,7 @@ class ModulePlan:
     addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    pairs_rounded: bool = False
 
     @property
     def merged(self) -> list[Target]:
