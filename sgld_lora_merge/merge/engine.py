@@ -368,9 +368,15 @@ class MergeEngine:
         state.live = plan.modules[0].after
         return stats
 
-    def forget(self, module: str, weight_version: str | None = None) -> None:
-        """Drop the adapter, its history and W0: the live weights are a new base."""
-        self.states[module] = ModuleState(versions=Versions(weight_version))
+    def forget(self, module: str, weight_version: str | None = None, *, base: str | None = None) -> None:
+        """Drop the adapter, its history and W0: the live weights are the base.
+
+        Args:
+            weight_version: of the base; None where it has none.
+            base: what the base is, in words; None where it is what it was.
+        """
+        known = self.state(module).base if base is None else base
+        self.states[module] = ModuleState(versions=Versions(weight_version), base=known)
 
 
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:

@@ -174,11 +174,15 @@ class Versions:
         return Versions(None, layers)
 
 
+LOADED = "loaded"  # the base weights are those that the engine started with
+
+
 @dataclass(eq=False)
 class ModuleState:
     """What is live in one module, and what was before it (the pairs, not the weights).
 
     Attributes:
+        base: what the base weights are, in words: `LOADED`, or what has replaced those.
         previous: before the last step, None where there is none to take back.
         open_step: version of the requests, each of some layers, that are the last step; the next one of this version
             belongs to it too.
@@ -192,6 +196,7 @@ class ModuleState:
     previous_versions: Versions = field(default_factory=Versions)
     open_step: str | None = None
     rounding_loss: float | None = None
+    base: str = LOADED
     plans: tuple[ModulePlan, ...] = ()
 
     @property

@@ -268,6 +268,9 @@ class ModuleAnswer(BaseModel):
     versions: dict[str, int] = Field(
         {}, description="Version -> how many live layers have it; empty where no request said a version."
     )
+    base: str = Field(
+        "loaded", description='What W0 is: "loaded" when the engine started, else what has replaced it since.'
+    )
 
 
 class UpdateAnswer(BaseModel):

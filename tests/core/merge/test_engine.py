@@ -1203,6 +1203,34 @@ def test_after_a_full_weight_update_the_new_base_is_the_base():
     assert same(weights(net), weights(model(seed=9)))
 
 
+def test_what_the_base_is_survives_all_but_another_base():
+    engine = engine_of(transformer=model())
+    seen = [engine.state("transformer").base]
+    steps = {
+        "update": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="4"),
+        "full": lambda: engine.forget("transformer", "3", base="full weights, version '3'"),
+        "first": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="4"),
+        "second": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x", seed=1)]), version="5"),
+        "rollback": lambda: rollback(engine),
+        "reset": lambda: reset(engine),
+        "sleep": lambda: (engine.suspend("transformer"), engine.resume("transformer")),
+        "other adapters": lambda: engine.forget("transformer"),
+        "disk": lambda: engine.forget("transformer", base="loaded from disk"),
+    }
+    for step in steps.values():
+        step()
+        seen.append(engine.state("transformer").base)
+
+    assert seen == ["loaded"] * 2 + ["full weights, version '3'"] * 7 + ["loaded from disk"]
+
+
+def test_a_new_base_is_that_of_its_module_alone():
+    engine = engine_of(transformer=model(), transformer_2=model(seed=1))
+    engine.forget("transformer", base="full weights")
+
+    assert (engine.state("transformer").base, engine.state("transformer_2").base) == ("full weights", "loaded")
+
+
 # pairs that have more precision than the weight
 
 

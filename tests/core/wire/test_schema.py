@@ -306,6 +306,7 @@ def test_the_answer_has_the_fields_of_the_contract():
                 "pairs_rounded": False,
                 "kept": 0,
                 "versions": {},
+                "base": "loaded",
             }
         },
         "payload_opened": [True],
