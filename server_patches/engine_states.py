@@ -29,6 +29,8 @@ from sgld_lora_merge.merge.planning import MERGEABLE_DTYPES
 
 logger = logging.getLogger(__name__)
 
+FROM_DISK, FULL_WEIGHTS = "loaded from disk", "full weights"  # what a base that sglang has written is called
+
 
 class EngineStates:
     """Holds the modules of one rank's pipeline and their merges, and follows what sglang does to them.
@@ -46,6 +48,7 @@ class EngineStates:
         self._views: dict[str, tuple[nn.Module, EngineModule]] = {}
         self.engine = MergeEngine(self.views, precision, policy)
         self._suspended: set[str] = set()
+        self._new_base = FROM_DISK
 
     # modules
 
@@ -163,15 +166,41 @@ class EngineStates:
     def base_weights_change(self, module: nn.Module) -> Iterator[None]:
         """Surround sglang's code that loads a module: restore W0 first; afterwards the module has no adapter."""
         names = [name for name, each in self.modules().items() if each is module]
-        for name in names:
-            if self.engine.state(name).live:
-                _restore_parameters(module)
-                self.engine.restore(name)
+        self._restore(names)
         try:
             yield
         finally:
             for name in names:
-                self.engine.forget(name)
+                self.engine.forget(name, base=self._new_base)
+
+    @contextmanager
+    def full_weights_change(self) -> Iterator[None]:
+        """Surround sglang's update of full weights: what it loads comes from a sender, not from disk."""
+        self._new_base = FULL_WEIGHTS
+        try:
+            yield
+        finally:
+            self._new_base = FROM_DISK
+
+    def follow_full_update(self, modules: Collection[str], weight_version: str | None) -> None:
+        """Give modules a new base on this rank, now that a full update has ended on all ranks, also a failed one.
+
+        Args:
+            modules: those that any rank has begun to write; this one may not have come to them.
+            weight_version: None also where the update has failed, since a part of the weights may be older.
+        """
+        base = FULL_WEIGHTS if weight_version is None else f"{FULL_WEIGHTS}, version {weight_version!r}"
+        with self._derived_state_renewed(modules):
+            self._restore(modules)
+        for name in modules:
+            self.engine.forget(name, weight_version, base=base)
+
+    def _restore(self, names: Collection[str]) -> None:
+        """Write W0 back into modules that hold an adapter."""
+        for name in names:
+            if self.engine.state(name).live:
+                _restore_parameters(self.modules()[name])
+                self.engine.restore(name)
 
     @contextmanager
     def own_adapters_change(self) -> Iterator[None]:

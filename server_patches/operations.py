@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang.multimodal_gen.runtime.post_training.weights_updater import WeightsUpdater
@@ -183,7 +184,8 @@ class FullUpdate(_OnRank):
         return self._rank.reader.full_weights(context)
 
     def apply(self, prepared: Mapping[str, NamedTensors], context: RequestContext) -> dict[str, Any]:
-        req, message = context.req, ""
+        req, message, states = context.req, "", self._rank.states
+        before = dict(states.engine.states)
         try:
             success, message = WeightsUpdater(self._rank.gpu_worker.pipeline).update_weights_from_tensor(
                 named_tensors=dict(prepared), target_modules=req.target_modules
@@ -192,9 +194,13 @@ class FullUpdate(_OnRank):
         except Exception as error:
             logger.exception("the full-weight update failed")
             outcome = RankResult(500, "full_update", (f"{type(error).__name__}: {error}",))
-        raise_if_rejected(self._rank.group.gather_results(outcome, written=True))
-        for module in req.target_modules or []:
-            self._rank.engine.forget(module, req.weight_version)
+        # a load, also one that fails, gives its module a new state
+        begun = tuple(name for name, state in states.engine.states.items() if state is not before.get(name))
+        outcomes = self._rank.group.gather_results(replace(outcome, begun=begun), written=True)
+        failed = any(each.status for each in outcomes)
+        on_any_rank = sorted({name for each in outcomes for name in each.begun})
+        states.follow_full_update(on_any_rank, None if failed else req.weight_version)
+        raise_if_rejected(outcomes)
         return {"message": message, "weight_version": req.weight_version}
 
 

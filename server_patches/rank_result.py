@@ -20,6 +20,7 @@ class RankResult:
         opened: whether this rank has opened its payload.
         digest: digest of what this rank was sent; equal where all ranks were sent the same.
         stats: merge statistics by module, after a commit.
+        begun: modules that a full-weight update has begun to write.
     """
 
     status: int = 0
@@ -28,6 +29,7 @@ class RankResult:
     opened: bool = False
     digest: str = ""
     stats: Mapping[str, MergeStats] = field(default_factory=dict)
+    begun: tuple[str, ...] = ()
 
 
 class RanksDiverged(LoraMergeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from server_patches.patch import patch, stop
@@ -65,7 +66,8 @@ def refuse_own_merge(original: Callable[..., tuple[bool, str]], *args: Any, **kw
     """Refuse sglang's own merge: it wraps layers, and what it merges would be taken for the base."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if given.get("weight_update_mode") is None:
-        return original(*args, **kwargs)
+        with nullcontext() if _worker is None else _worker.states.full_weights_change():
+            return original(*args, **kwargs)
     return False, (
         "sgld-lora-merge merges adapters in this engine, and sglang's own merge is not run: hand the request to "
         "GPUWorker.update_weights_from_tensor, to the scheduler's socket or to POST /update_weights_from_tensor"

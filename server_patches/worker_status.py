@@ -11,6 +11,7 @@ from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.errors import LoraMergeError, name_some, printable
 from sgld_lora_merge.merge.engine import MergeEngine, ModuleState, Plan
 from sgld_lora_merge.merge.kernels import MergeStats
+from sgld_lora_merge.merge.plan import LOADED
 from sgld_lora_merge.merge.resident import all_pairs
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ def live_answer(
             "layers": len(part.layers),
             "rounding_loss": stats[part.module].rounding_loss if part.merged else None,
             "merge_mode": part.merge_mode,
+            "pairs_rounded": part.pairs_rounded,
             "kept": states[part.module].versions.layers_beside(part),
             "versions": states[part.module].versions.named_counts,
+            "base": states[part.module].base,
         }
         for part in plan.modules
     }
@@ -60,6 +63,12 @@ def live_answer(
         if each["kept"] and mention_kept:
             has = version_in_words(states[name])
             message += f"; {each['kept']} layers that the request does not name stay live in {name}, now at {has}"
+    if rounded := [part.module for part in plan.modules if part.pairs_rounded]:
+        message += f"; in {name_some(rounded)} A or B was first rounded to the weights' dtype"
+    for part in plan.modules:
+        base = states[part.module].base
+        if base != LOADED and part.adapter is not None:  # an update
+            message += f"; {part.module}'s base weights are {base}, not those that the engine started with"
     logger.info("%s: weight_version=%s %s", printable(message, 1000), printable(str(version), 200), timings)
     return {
         "message": message,
@@ -70,6 +79,7 @@ def live_answer(
         "merge_precision": str(engine.precision),
         "base_store": states[names[0]].store.kind if names else None,
         "rounding_loss": sum(stats.values(), MergeStats()).rounding_loss if modes != {"dynamic"} else None,
+        "pairs_rounded": bool(rounded),
         "modules": modules,
         "timings_ms": timings,
     }
@@ -99,6 +109,7 @@ def snapshot(
             "state": states[name],
             "weight_version": state.weight_version,
             "versions": state.versions.named_counts,
+            "base": state.base,
             **(next(iter(adapters.values())) if len(adapters) == 1 else _layers_rank_scale(state.pairs)),
             "adapters": adapters,
             "merge_precision": str(engine.precision),

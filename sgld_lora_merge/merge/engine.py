@@ -35,6 +35,7 @@ from sgld_lora_merge.merge.planning import (
     WeightsOnce,
     exchange_adapters,
     plan_module,
+    rounds_pairs,
     tied_weight_faults,
 )
 from sgld_lora_merge.merge.resident import (
@@ -177,6 +178,7 @@ class MergeEngine:
             branches_before={key: branch for key, (branch, _) in branches.items()},
             branches_after={key: branch for key, (_, branch) in branches.items()},
             offloaded=offloaded,
+            pairs_rounded=rounds_pairs(plan, weights, self.precision),
         )
         if plan.offloaded is not None:
             return replace(plan, signature=None)
@@ -366,9 +368,15 @@ class MergeEngine:
         state.live = plan.modules[0].after
         return stats
 
-    def forget(self, module: str, weight_version: str | None = None) -> None:
-        """Drop the adapter, its history and W0: the live weights are a new base."""
-        self.states[module] = ModuleState(versions=Versions(weight_version))
+    def forget(self, module: str, weight_version: str | None = None, *, base: str | None = None) -> None:
+        """Drop the adapter, its history and W0: the live weights are the base.
+
+        Args:
+            weight_version: of the base; None where it has none.
+            base: what the base is, in words; None where it is what it was.
+        """
+        known = self.state(module).base if base is None else base
+        self.states[module] = ModuleState(versions=Versions(weight_version), base=known)
 
 
 def _branches(view: ModuleView, plan: ModulePlan, after: Adapters) -> dict[Key, tuple[Branch | None, Branch | None]]:

@@ -65,6 +65,7 @@ class ModulePlan:
         signature: of the update, where another one of the same signature may reuse this plan once it is free.
         copies: how that memory is filled. memory: all of it, where one copy of a bucket fills it.
         addresses: of the weights that the plan was made for.
+        pairs_rounded: A or B of a pair that goes live is rounded before it is multiplied.
     """
 
     module: str
@@ -88,6 +89,7 @@ class ModulePlan:
     addresses: Mapping[str, tuple[torch.device, int]] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    pairs_rounded: bool = False
 
     @property
     def merged(self) -> list[Target]:
@@ -172,11 +174,15 @@ class Versions:
         return Versions(None, layers)
 
 
+LOADED = "loaded"  # the base weights are those that the engine started with
+
+
 @dataclass(eq=False)
 class ModuleState:
     """What is live in one module, and what was before it (the pairs, not the weights).
 
     Attributes:
+        base: what the base weights are, in words: `LOADED`, or what has replaced those.
         previous: before the last step, None where there is none to take back.
         open_step: version of the requests, each of some layers, that are the last step; the next one of this version
             belongs to it too.
@@ -190,6 +196,7 @@ class ModuleState:
     previous_versions: Versions = field(default_factory=Versions)
     open_step: str | None = None
     rounding_loss: float | None = None
+    base: str = LOADED
     plans: tuple[ModulePlan, ...] = ()
 
     @property

@@ -12,6 +12,7 @@ import torch
 from sgld_lora_merge.adapter import names
 from sgld_lora_merge.adapter.known_pairs import BucketPairs
 from sgld_lora_merge.adapter.pairs import Pair
+from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.base_store import Key
 from sgld_lora_merge.merge.module_view import ModuleView
@@ -121,6 +122,19 @@ def exchange_adapters(module: str, before: Adapters, after: Adapters) -> ModuleP
     targets = {placed.target.key: placed.target for placed in touched}
     layers = sorted({placed.pair.layer for placed in all_placed(after)})
     return ModulePlan(module, before, after, tuple(targets.values()), layers=tuple(layers))
+
+
+def rounds_pairs(plan: ModulePlan, weights: Mapping[str, torch.Tensor], precision: Precision) -> bool:
+    """Return whether A or B of a pair that goes live is rounded before it is multiplied.
+
+    FP16 mode casts both to the dtype of the weight. FP32 mode takes them as they are, and so does a branch.
+    """
+    if precision is Precision.FP32:
+        return False
+    live = {id(placed) for placed in all_placed(plan.before)}
+    new = [each for each in all_placed(plan.after) if id(each) not in live and not each.target.dynamic]
+    dtypes = {(side.dtype, weights[each.target.weight].dtype) for each in new for side in (each.pair.a, each.pair.b)}
+    return any(torch.promote_types(side, weight) != weight for side, weight in dtypes)
 
 
 def _in_words(extent: tuple[str, int, int, str, Placed]) -> str:

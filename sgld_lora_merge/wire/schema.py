@@ -268,9 +268,13 @@ class ModuleAnswer(BaseModel):
     layers: int = Field(description="Layer prefixes, as the sender named them.")
     rounding_loss: float | None = Field(None, description="As in the answer, of this module alone.")
     merge_mode: MergeMode = Field("merge", description="As in the answer, of this module alone.")
+    pairs_rounded: bool = Field(False, description="As in the answer, of this module alone.")
     kept: int = Field(0, description="Live layers that the request does not name; they keep the version they have.")
     versions: dict[str, int] = Field(
         {}, description="Version -> how many live layers have it; empty where no request said a version."
+    )
+    base: str = Field(
+        "loaded", description='What W0 is: "loaded" when the engine started, else what has replaced it since.'
     )
 
 
@@ -295,6 +299,9 @@ class UpdateAnswer(BaseModel):
     base_store: str | None = Field(None, description="Where W0 is kept: device or host.")
     rounding_loss: float | None = Field(
         None, description="norm(W' - (W0 + sBA)) / norm(sBA): the share of the update that rounding took."
+    )
+    pairs_rounded: bool | None = Field(
+        None, description="A or B of a pair was first rounded to the dtype of its weight, which the 0 mode does."
     )
     modules: dict[str, ModuleAnswer] = Field({}, description="What it did to each module.")
     payload_opened: list[bool] = Field([], description="By rank: whether its payload was opened.")

@@ -22,6 +22,17 @@ def full_update(engine, weights, **fields):
     return engine.update(tensors, weight_update_mode=None, lora_alpha=None, lora_rank=None, **fields)
 
 
+def base_of(engine):
+    """What the status calls the base."""
+    return engine.status()["modules"]["transformer"]["base"]
+
+
+def says_its_base(answer, base):
+    """Whether the answer to an update, or to a commit, has the base as a field and at the end of its message."""
+    told = f"; transformer's base weights are {base}, not those that the engine started with"
+    return answer["modules"]["transformer"]["base"] == base and answer["message"].endswith(told)
+
+
 def test_fault_08_a_full_update_after_a_lora_update_reaches_every_layer(zimage):
     """M7: LoRA, full weights, LoRA again: the new base is the base, and reset gives it back."""
     try:
@@ -33,10 +44,15 @@ def test_fault_08_a_full_update_after_a_lora_update_reaches_every_layer(zimage):
         module = zimage.status()["modules"]["transformer"]
         assert (module["state"], module["weight_version"], module["base_store_bytes"]) == ("base", "full-2", 0)
         adapter = zimage.adapter(seed=2)
-        zimage.update(adapter)
+        assert says_its_base(zimage.update(adapter).json(), "full weights, version 'full-2'")
         zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
+        zimage.update(zimage.adapter(seed=3), update_id="on another base", commit=False)
+        committed = zimage.server.post("/lora_merge/commit", {"update_id": "on another base"}).json()
+        assert says_its_base(committed, "full weights, version 'full-2'")
+        assert zimage.server.post("/lora_merge/rollback").status_code == 200
         zimage.reset()
         zimage.holds(lora.checksums(zimage.to_engine(new_base)))
+        assert base_of(zimage) == "full weights, version 'full-2'"
     finally:
         full_update(zimage, zimage.targets)
 
@@ -46,6 +62,7 @@ def test_a_partial_full_update_leaves_the_base_in_the_layers_it_does_not_name(zi
         zimage.update(zimage.adapter(seed=1))
         some = {layer: weight for layer, weight in moved(zimage.targets).items() if "layers.1" in layer}
         assert full_update(zimage, some).status_code == 200
+        assert base_of(zimage) == "full weights"
         zimage.holds(lora.checksums(zimage.to_engine(zimage.targets | some)))
     finally:
         full_update(zimage, zimage.targets)
@@ -53,17 +70,21 @@ def test_a_partial_full_update_leaves_the_base_in_the_layers_it_does_not_name(zi
 
 def test_a_full_update_that_fails_leaves_the_base_where_it_did_not_write(zimage):
     """A bad shape in sglang's own path: no adapter is left behind, and the answer tells."""
+    full_update(zimage, zimage.targets, weight_version="whole")
     zimage.update(zimage.adapter(seed=1))
     answer = zimage.update(
         [("layers.1.feed_forward.w2.weight", torch.ones(3, 3))],
         weight_update_mode=None,
         lora_alpha=None,
         lora_rank=None,
+        weight_version="half",
     )
     assert answer.status_code == 400
     assert "Failed to update module 'transformer'" in answer.json()["message"]
     zimage.holds(lora.checksums(zimage.to_engine(zimage.targets)))
     assert zimage.status()["modules"]["transformer"]["state"] == "base"
+    assert base_of(zimage) == "full weights"
+    assert says_its_base(zimage.update(zimage.adapter(seed=1)).json(), "full weights")
 
 
 def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
@@ -84,7 +105,7 @@ def test_an_update_from_disk_is_the_new_base(zimage, tmp_path):
         again = zimage.send(named)
         assert again.status_code == 409
         assert "sglang has put other weights into its modules" in again.json()["message"]
-        zimage.update(adapter)
+        assert says_its_base(zimage.update(adapter).json(), "loaded from disk")
         zimage.holds(lora.checksums(zimage.to_engine(lora.merged(new_base, adapter, 1.5, zimage.merge))))
     finally:
         body["model_path"] = str(zimage.checkpoint)
@@ -124,7 +145,9 @@ def test_an_adapter_of_sglangs_own_before_and_after_ours(sd3_of_its_own, own_ada
     """``/v1/set_lora`` starts from W0, not from W', and keeps ours out while it is in force."""
     sd3 = sd3_of_its_own
     base = lora.checksums(sd3.to_engine(sd3.targets))
-    sd3.update(sd3.adapter(seed=1), weight_version="ours")
+    answer = sd3.update(sd3.adapter(seed=1), weight_version="ours").json()
+    assert answer["modules"]["transformer"]["base"] == "loaded"
+    assert answer["message"] == f"{len(sd3.targets)} LoRA layers are live in transformer"
 
     missing = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(own_adapter / "nothing")})
     assert missing.status_code == 500
@@ -133,7 +156,7 @@ def test_an_adapter_of_sglangs_own_before_and_after_ours(sd3_of_its_own, own_ada
 
     answer = sd3.server.post("/v1/set_lora", {"lora_nickname": "own", "lora_path": str(own_adapter)})
     assert answer.status_code == 200, answer.text
-    assert sd3.status()["modules"]["transformer"]["state"] == "base"
+    assert (sd3.status()["modules"]["transformer"]["state"], base_of(sd3)) == ("base", "loaded")
     assert "an adapter of sglang's own replaces weight_version 'ours'" in sd3.server.log.read_text()
     refused = sd3.update(sd3.adapter(seed=1))
     assert refused.status_code == 409

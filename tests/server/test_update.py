@@ -53,6 +53,20 @@ def test_m3_fp16_mode_equals_the_trainers_eager_merge(sd3):
         sd3.holds(sd3.expect(adapter, scale))
 
 
+def test_an_answer_says_that_float32_pairs_were_rounded_to_the_weights_dtype(sd3):
+    """And they are those bytes, which our train-side merge gives too; a staged answer knows nothing of it yet."""
+    masters = sd3.adapter(seed=3, dtype=torch.float32)
+    told = "in transformer A or B was first rounded to the weights' dtype"
+    staged = sd3.update(masters, update_id="masters", commit=False).json()
+    assert (staged["state"], staged["pairs_rounded"]) == ("staged", None)
+    answer = sd3.server.post("/lora_merge/commit", {"update_id": "masters"}).json()
+    assert (answer["pairs_rounded"], answer["modules"]["transformer"]["pairs_rounded"]) == (True, True)
+    assert told in answer["message"]
+    sd3.holds(sd3.expect(masters))
+    answer = sd3.update(sd3.adapter(seed=3)).json()
+    assert (answer["pairs_rounded"], told in answer["message"]) == (False, False)
+
+
 def test_s1_alpha_may_be_a_float_and_null_means_rank(zimage):
     adapter = zimage.adapter()
     for alpha, scale in ((0.5, 0.125), (12.5, 3.125), (None, 1.0)):

@@ -193,6 +193,13 @@ def test_sections_of_a_fused_layer_and_layers_that_give_tuples():
     assert torch.equal(layer(INPUT)[0], base)
 
 
+def test_a_branch_computes_in_the_dtype_of_its_pair_so_that_nothing_of_it_is_rounded():
+    view = DynamicModule(model().bfloat16())
+    engine = MergeEngine(lambda: {"m": view}, Precision.FP16)
+    plans = [engine.plan([ModuleUpdate("m", [pair(layer)])]) for layer in ("x", "z")]
+    assert [plan.modules[0].pairs_rounded for plan in plans] == [False, True]  # z is merged
+
+
 def test_partial_products_are_summed_over_ranks():
     layer = nn.Linear(IN, OUT).requires_grad_(False)
     update = pair("x")

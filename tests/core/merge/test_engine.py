@@ -18,6 +18,8 @@ from sgld_lora_merge.merge.engine import MergeEngine, ModuleUpdate
 from sgld_lora_merge.merge.module_view import LinearModule
 from sgld_lora_merge.merge.spans import Span
 from sgld_lora_merge.merge.targets import CannotLand, Landing, Target, whole_weight
+from sgld_lora_merge.trainer.expected import merged_weight
+from sgld_lora_merge.trainer.names import LayerPair
 
 WIDTH = 6
 SECTIONS = {"attn.q": 4, "attn.k": 2, "attn.v": 2}
@@ -1199,6 +1201,85 @@ def test_after_a_full_weight_update_the_new_base_is_the_base():
     assert torch.equal(net["x"].weight, merged(model(seed=9)["x"].weight, pair("x")))
     reset(engine)
     assert same(weights(net), weights(model(seed=9)))
+
+
+def test_what_the_base_is_survives_all_but_another_base():
+    engine = engine_of(transformer=model())
+    seen = [engine.state("transformer").base]
+    steps = {
+        "update": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="4"),
+        "full": lambda: engine.forget("transformer", "3", base="full weights, version '3'"),
+        "first": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="4"),
+        "second": lambda: go_live(engine, ModuleUpdate("transformer", [pair("x", seed=1)]), version="5"),
+        "rollback": lambda: rollback(engine),
+        "reset": lambda: reset(engine),
+        "sleep": lambda: (engine.suspend("transformer"), engine.resume("transformer")),
+        "other adapters": lambda: engine.forget("transformer"),
+        "disk": lambda: engine.forget("transformer", base="loaded from disk"),
+    }
+    for step in steps.values():
+        step()
+        seen.append(engine.state("transformer").base)
+
+    assert seen == ["loaded"] * 2 + ["full weights, version '3'"] * 7 + ["loaded from disk"]
+
+
+def test_a_new_base_is_that_of_its_module_alone():
+    engine = engine_of(transformer=model(), transformer_2=model(seed=1))
+    engine.forget("transformer", base="full weights")
+
+    assert (engine.state("transformer").base, engine.state("transformer_2").base) == ("full weights", "loaded")
+
+
+# pairs that have more precision than the weight
+
+
+def test_fp16_mode_rounds_float32_pairs_as_our_trainer_does_and_not_as_a_merge_of_its_masters():
+    net = model(torch.bfloat16, layers=("x",))
+    base, masters = net["x"].weight.detach().clone(), pair("x", rank=4)
+    engine = engine_of(Precision.FP16, transformer=net)
+
+    plan = engine.plan([ModuleUpdate("transformer", [masters])])
+    engine.commit(plan)
+
+    assert plan.modules[0].pairs_rounded
+    live = net["x"].weight
+    assert torch.equal(live, merged_weight(base, LayerPair(masters.a, masters.b), masters.scale))
+    assert not torch.equal(live, base + ((masters.b @ masters.a) * masters.scale).to(base.dtype))
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("weight", "sent", "rounded"),
+    [(BF16, F32, True), (BF16, F16, True), (BF16, BF16, False), (F16, F32, True), (F16, BF16, True), (F16, F16, False)]
+    + [(F32, sent, False) for sent in (F32, BF16, F16)],
+)
+def test_pairs_are_rounded_where_the_weight_cannot_hold_them_and_in_fp16_mode_only(weight, sent, rounded):
+    for precision, expected in ((Precision.FP16, rounded), (Precision.FP32, False)):
+        engine = engine_of(precision, transformer=model(weight))
+        plan = engine.plan([ModuleUpdate("transformer", [pair("x", dtype=sent)])])
+        assert plan.modules[0].pairs_rounded is expected
+
+
+def test_one_side_of_one_pair_is_enough_to_be_rounded():
+    exact, wide = pair("x", dtype=torch.bfloat16), pair("y", dtype=torch.bfloat16)
+    wide = Pair("y", wide.a, wide.b.float(), wide.scale)
+    engine = engine_of(Precision.FP16, transformer=model(torch.bfloat16))
+
+    assert engine.plan([ModuleUpdate("transformer", [exact, wide])]).modules[0].pairs_rounded
+
+
+def test_pairs_are_rounded_by_the_change_that_makes_them_live_and_by_no_other():
+    engine = engine_of(Precision.FP16, transformer=model(torch.bfloat16))
+    go_live(engine, ModuleUpdate("transformer", [pair("x")]), version="1")
+    plan = engine.plan([ModuleUpdate("transformer", [pair("y", dtype=torch.bfloat16)])])
+    assert not plan.modules[0].pairs_rounded  # x keeps what it has
+    assert not engine.plan_reset().modules[0].pairs_rounded
+    reset(engine)
+
+    assert engine.plan_rollback().modules[0].pairs_rounded
 
 
 # any sequence

@@ -110,6 +110,15 @@ def test_every_update_gives_the_bytes_that_it_gives_alone(precision, made):
     assert plans[3:6] == plans[0:3] == plans[6:] + plans[5:6]
 
 
+@pytest.mark.parametrize("made", [update, in_a_bucket])
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_plan_in_old_memory_knows_whether_its_pairs_are_rounded(made, dtype, rounded):
+    engine = engine_of(model().bfloat16(), Precision.FP16)
+    plans = [go_live(engine, made(seed, dtype=dtype))[0] for seed in range(1, 7)]
+    assert memory(plans[5]) == memory(plans[2])
+    assert [plan.modules[0].pairs_rounded for plan in plans] == [rounded] * 6
+
+
 def test_of_a_bucket_that_takes_old_memory_no_tensor_is_looked_at():
     net = model()
     engine = engine_of(net)

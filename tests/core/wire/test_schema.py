@@ -279,6 +279,7 @@ def test_the_answer_has_the_fields_of_the_contract():
         merge_precision="fp32",
         base_store="host",
         rounding_loss=0.0105,
+        pairs_rounded=False,
         modules={"transformer": ModuleAnswer(layers=720, rounding_loss=0.0105)},
         payload_opened=[True],
         timings_ms={"total": 1.0},
@@ -296,13 +297,16 @@ def test_the_answer_has_the_fields_of_the_contract():
         "merge_precision": "fp32",
         "base_store": "host",
         "rounding_loss": 0.0105,
+        "pairs_rounded": False,
         "modules": {
             "transformer": {
                 "layers": 720,
                 "rounding_loss": 0.0105,
                 "merge_mode": "merge",
+                "pairs_rounded": False,
                 "kept": 0,
                 "versions": {},
+                "base": "loaded",
             }
         },
         "payload_opened": [True],
