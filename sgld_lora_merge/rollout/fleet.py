@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from sgld_lora_merge.errors import LoraMergeError
-from sgld_lora_merge.rollout.live_adapters import LiveAdapters, versions_in_words
+from sgld_lora_merge.rollout.live_adapters import LiveAdapters, check_at, layers_in, modules_of, versions_in_words
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.schema import (
     ABORT_ROUTE,
@@ -128,12 +128,14 @@ class EngineFleet:
         """Let trainer ranks update the engines on their GPUs by handles, while nobody else changes engines.
 
         The engines are well on entry. What is yielded is called once all of them are live, with the fields and the file
-        of an upload of the same adapter, which an engine that comes back is given. Without that call the version before
-        stays the live one, and engines that are found on another one are brought back to it.
+        of an upload of the same adapter, which an engine that comes back is given. Call it once for each upload: it is
+        the adapter of its ``target_module``, or of those that engines route the names in the file to. Without that call
+        the version before stays the live one, and engines that are found on another one are brought back to it.
 
         Raises:
-            SyncError: an engine could not be brought back on entry, and which; or an engine is not on the version that
-                is said to be live.
+            SyncError: an engine could not be brought back on entry, and which; or a module of the upload is not at its
+                version on an engine.
+            RequestError: the upload could not be kept.
         """
         with self._lock:
             self.heal()
@@ -142,14 +144,19 @@ class EngineFleet:
 
     def _is_live(self, fields: Mapping[str, Any], file: bytes) -> None:
         self._live.check(fields, file)
-        version = fields["weight_version"]
-        statuses, faults = self._on_all(lambda engine: engine.probe.ask(STATUS_ROUTE))
-        for name, status in statuses.items():
-            if not (modules := [m for m, each in status["modules"].items() if each["weight_version"] == version]):
-                faults[name] = SyncError(f"it has no module at {version!r}", answered=200)
+        version, target = fields["weight_version"], fields.get("target_module")
+        layers = layers_in(file) if target is None else []
+
+        def modules_at_version(engine: Engine) -> set[str]:
+            # not all that are at the version: another module may be at one of the same name
+            modules = modules_of(layers, engine.transport) if target is None else {target}
+            check_at(version, modules, engine.probe.ask(STATUS_ROUTE))
+            return modules
+
+        modules, faults = self._on_all(modules_at_version)
         if faults:
             raise self._left_behind(faults, "did not take")
-        self._live.keep(fields, file, modules)
+        self._live.keep(fields, file, next(iter(modules.values())))
 
     def ask(self, route: str, fields: Mapping[str, Any] | None = None) -> Answer:
         """Ask every engine what changes nothing: its status, a verify, a resolve; return the first one's answer.

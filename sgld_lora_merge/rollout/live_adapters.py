@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgld_lora_merge.errors import RequestError
-from sgld_lora_merge.trainer.transport import Answer, Transport
-from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, RESET_ROUTE
+from pydantic_core import from_json
+
+from sgld_lora_merge.adapter.names import parse_name
+from sgld_lora_merge.errors import RequestError, name_some, summarise
+from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
+from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE, RESET_ROUTE, RESOLVE_ROUTE
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,50 @@ class LiveAdapters:
         if live == self.versions:
             return None
         return f"it serves {versions_in_words(live)}, the last live version is {versions_in_words(self.versions)}"
+
+
+def layers_in(file: bytes) -> list[str]:
+    """Return the layers that a safetensors file has tensors for; only its header is read.
+
+    Raises:
+        RequestError: it is no such file, has a name that is no LoRA name, or no layer.
+    """
+    end = 8 + int.from_bytes(file[:8], "little")
+    try:
+        header = from_json(file[8:end])
+    except ValueError as error:
+        raise RequestError(f"the upload is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise RequestError("the upload is not a safetensors file: its header is not an object")
+    layers = dict.fromkeys(parse_name(name).layer for name in header if name != "__metadata__")
+    if not layers:
+        raise RequestError("the upload has no layers")
+    return list(layers)
+
+
+def modules_of(layers: Sequence[str], engine: Transport) -> set[str]:
+    """Return the modules that an upload without a target_module is for, as an engine routes its layers.
+
+    Raises:
+        SyncError: a layer has no place there.
+    """
+    asked = {DEFAULT_MODULE: layers}
+    places = engine.ask(RESOLVE_ROUTE, {"modules": asked})["modules"].get(DEFAULT_MODULE, {})
+    faults = {layer: places.get(layer, {"fault": "not said"}).get("fault") for layer in layers}
+    if lost := [f"{layer}: {fault}" for layer, fault in faults.items() if fault is not None]:
+        raise SyncError(f"the file's layers have no place: {summarise(lost)}", answered=200)
+    return {places[layer]["module"] for layer in layers}
+
+
+def check_at(version: str, modules: Collection[str], status: Answer) -> None:
+    """Check that modules are at a version on an engine of this status.
+
+    Raises:
+        SyncError: some are not.
+    """
+    live = {name: each["weight_version"] for name, each in status["modules"].items()}
+    if others := sorted(name for name in modules if live.get(name) != version):
+        raise SyncError(f"not at version {version!r}: {name_some(others)}", answered=200)
 
 
 def _place(fields: Mapping[str, Any]) -> tuple[str, str | None]:

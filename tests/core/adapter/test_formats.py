@@ -12,6 +12,7 @@ from torch import nn
 from sgld_lora_merge.adapter.formats import load_pairs, named_tensors
 from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.errors import LoraMergeError
+from tests.core.adapter import pipeline_file
 
 A, B = torch.randn(2, 6), torch.randn(4, 2)
 
@@ -93,6 +94,87 @@ def test_a_pipelines_file_has_the_modules_name_in_front(tmp_path):
     tensors = {"transformer.x.lora_A.weight": A, "transformer.x.lora_B.weight": B}
     (pair,) = load_pairs(written(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(config)}))
     assert (pair.layer, pair.scale) == ("x", 3.0)
+
+
+def scales_of(pairs):
+    return {pair.layer: pair.scale for pair in pairs}
+
+
+@pytest.mark.parametrize(
+    "text_encoder",
+    [
+        {"r": 4, "lora_alpha": 16},
+        {"r": 2, "lora_alpha": 16, "use_rslora": True},
+        {"r": 4, "lora_alpha": 16, "rank_pattern": {"k_proj": 3}, "alpha_pattern": {r"^encoder.*\.q_proj": 5}},
+        {"r": 4, "lora_alpha": 16, "alpha_pattern": {"to_q": 5}},  # a layer of the other component
+    ],
+)
+def test_each_component_of_a_pipelines_file_is_read_with_its_own_config(tmp_path, text_encoder):
+    trained = pipeline_file.models(
+        transformer={"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 7, "q_proj": 1}}, text_encoder=text_encoder
+    )
+    expected = {}
+    for component, model in trained.items():
+        expected |= pipeline_file.scales(model, f"{component}.")
+    assert len(expected) == 4
+    assert scales_of(load_pairs(pipeline_file.saved(tmp_path, trained))) == expected
+
+
+@pytest.mark.parametrize(("component", "front"), [("transformer", ""), ("text_encoder", "text_encoder.")])
+def test_a_pipelines_file_of_one_component_is_read_with_its_config(tmp_path, component, front):
+    trained = pipeline_file.models(**{component: {"r": 4, "lora_alpha": 16, "use_rslora": True}})
+    expected = pipeline_file.scales(trained[component], front)
+    assert scales_of(load_pairs(pipeline_file.saved(tmp_path, trained))) == expected
+    with pytest.raises(LoraMergeError, match="says its alpha itself, 16: leave out --alpha"):
+        load_pairs(tmp_path / "pytorch_lora_weights.safetensors", alpha=16)
+
+
+def test_a_component_without_a_config_is_not_read_with_anothers(tmp_path):
+    trained = pipeline_file.models(transformer={"r": 4, "lora_alpha": 8}, text_encoder={"r": 2, "lora_alpha": 16})
+    path = pipeline_file.saved(tmp_path, trained, described=["transformer"])
+    with pytest.raises(LoraMergeError, match=r"says no alpha for text_encoder[.]\S+k_proj, text_encoder[.]\S+: say it"):
+        load_pairs(path)
+    found = scales_of(load_pairs(path, alpha=16))
+    assert {layer.partition(".")[0]: scale for layer, scale in found.items()} == {"transformer": 2, "text_encoder": 8}
+
+
+def test_names_without_a_component_are_the_transformers(tmp_path):
+    """Unless others of the file have one: then what they are is not known."""
+    config = {"lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 6})}
+    tensors = {"diffusion_model.x.lora_A.weight": A, "diffusion_model.x.lora_B.weight": B}
+    assert scales_of(load_pairs(written(tmp_path, tensors, config))) == {"x": 3.0}
+    for other in ("text_encoder_2", "transformer"):
+        tensors |= {f"{other}.y.lora_A.weight": A, f"{other}.y.lora_B.weight": B}
+        with pytest.raises(LoraMergeError, match=r"says no alpha for .*\bx: say it with --alpha"):
+            load_pairs(written(tmp_path, tensors, config))
+
+
+def test_scales_of_layers_go_before_the_config_of_their_component(tmp_path):
+    tensors = {"text_encoder.y.alpha": torch.tensor(1.0)}
+    for layer in ("transformer.x", "transformer.z", "text_encoder.x", "text_encoder.y"):
+        tensors |= {f"{layer}.lora_A.weight": A, f"{layer}.lora_B.weight": B}
+    config = {"transformer.r": 2, "transformer.lora_alpha": 8, "text_encoder.r": 2, "text_encoder.lora_alpha": 16}
+    metadata = {"lora_adapter_metadata": json.dumps(config), "layer_scaling": '{"transformer.z": 3.5}'}
+    expected = {"transformer.x": 4.0, "transformer.z": 3.5, "text_encoder.x": 8.0, "text_encoder.y": 0.5}
+    assert scales_of(load_pairs(written(tmp_path, tensors, metadata))) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"text_encoder.use_dora": True}, r"safetensors, text_encoder is more than A and B.*use_dora=True"),
+        ({"text_encoder.lora_alpha": None}, r"safetensors, text_encoder: lora_alpha None"),
+        ({"text_encoder.r": 8}, r"safetensors: text_encoder: 'x' has rank 2, its config says 8"),
+    ],
+)
+def test_what_is_wrong_with_a_component_is_said_with_its_name(tmp_path, field, told):
+    tensors = {}
+    for layer in ("transformer.x", "text_encoder.x"):
+        tensors |= {f"{layer}.lora_A.weight": A, f"{layer}.lora_B.weight": B}
+    config = {"transformer.r": 2, "transformer.lora_alpha": 8, "text_encoder.r": 2, "text_encoder.lora_alpha": 16}
+    path = written(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(config | field)})
+    with pytest.raises(LoraMergeError, match=told):
+        load_pairs(path)
 
 
 def test_kohyas_alphas_are_each_layers_own(tmp_path):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from sgld_lora_merge.adapter.pairs import Pair
+from sgld_lora_merge.cli import app
 from sgld_lora_merge.cli.base import BaseWeights
 from sgld_lora_merge.cli.inspection import report
 from sgld_lora_merge.errors import LoraMergeError
+from tests.core.adapter import pipeline_file
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(8, 6, generator=GENERATOR)
@@ -70,3 +75,21 @@ def test_a_path_without_base_weights_is_refused(tmp_path):
         (tmp_path / "text").write_text("no")
         with pytest.raises(LoraMergeError, match="is not a safetensors file"):
             BaseWeights(path, "transformer")
+
+
+@pytest.mark.parametrize(
+    ("configs", "front"),
+    [
+        ({"transformer": {"r": 4, "lora_alpha": 8}, "text_encoder": {"r": 4, "lora_alpha": 16}}, "{}."),
+        ({"transformer": {"r": 4, "lora_alpha": 8}}, ""),
+    ],
+    ids=["two components", "one"],
+)
+def test_each_component_is_shown_with_its_own_scale(tmp_path, configs, front):
+    trained = pipeline_file.models(**configs)
+    expected = {}
+    for component, model in trained.items():
+        expected |= pipeline_file.scales(model, front.format(component))
+    assert set(expected.values()) == {config["lora_alpha"] / 4 for config in configs.values()}
+    done = CliRunner().invoke(app, ["inspect", str(pipeline_file.saved(tmp_path, trained)), "--json"])
+    assert {layer["layer"]: layer["scale"] for layer in json.loads(done.output)["layers"]} == expected

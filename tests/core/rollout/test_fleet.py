@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
+from sgld_lora_merge.adapter.families import route
 from sgld_lora_merge.errors import LoraMergeError, RequestError
 from sgld_lora_merge.rollout.fleet import EngineFleet
 from sgld_lora_merge.rollout.live_adapters import LiveAdapters
 from sgld_lora_merge.trainer.transport import SyncError
 from sgld_lora_merge.wire.schema import STATUS_ROUTE
 
-MODULE = "transformer"
+MODULE, SECOND = "transformer", "transformer_2"
+ROUTES = {"high_noise.": MODULE, "low_noise.": SECOND}
+
+
+def adapter(*layers):
+    """A file with these layers."""
+    return save({f"{layer}.lora_{side}.weight": torch.ones(1, 1) for layer in layers for side in "AB"})
+
+
+def routed(layers):
+    """Module -> layers, as an engine of two modules routes those of a request that names none."""
+    return route({MODULE: [(layer, None) for layer in layers]}, ROUTES)
+
+
+def modules_of(fields, file):
+    """The modules that an engine would put an upload into."""
+    if module := fields.get("target_module"):
+        return [module]
+    return list(routed(load(file))) if b"lora_A" in file else [MODULE]
 
 
 class Told:
@@ -35,11 +56,11 @@ class Told:
 
     def update(self, fields, file=None):
         self._do("stage" if fields.get("commit") is False else "upload")
-        module = fields.get("target_module") or MODULE
+        new = dict.fromkeys(modules_of(fields, file), (fields["weight_version"], file))
         if fields.get("commit") is False:
-            self.staged = {fields["update_id"]: {module: (fields["weight_version"], file)}}
+            self.staged = {fields["update_id"]: new}
             return {"success": True, "state": "staged"}
-        self.live = {**self.live, module: (fields["weight_version"], file)}
+        self.live = {**self.live, **new}
         return {"success": True, "state": "live"}
 
     def ask(self, route, fields=None):
@@ -49,6 +70,8 @@ class Told:
             case "status":
                 return {"modules": {MODULE: {"weight_version": None}}
                         | {name: {"weight_version": version} for name, (version, _) in self.live.items()}}  # fmt: skip
+            case "resolve":
+                return {"success": True, "modules": {MODULE: self.resolve(fields["modules"][MODULE])}}
             case "commit":
                 new = self.staged.pop(fields["update_id"])
                 self.before, self.live = self.live, {**self.live, **new}
@@ -60,6 +83,12 @@ class Told:
             case "reset":
                 self.live = {}
         return {"success": True}
+
+    def resolve(self, layers):
+        return {
+            layer: {"fault": "unknown layer"} if layer == "nowhere" else {"module": next(iter(routed([layer])))}
+            for layer in layers
+        }
 
     def _do(self, what):
         self.journal.append((self.name, what))
@@ -87,6 +116,12 @@ def many(count=3, **kwargs):
 
 def push(together, version, file=b"file", **fields):
     return together.update({"update_id": f"id {version}", "weight_version": version, **fields}, file)
+
+
+def handed(engines, module, version):
+    """What a rank of the trainer does to the engine on its GPU."""
+    for engine in engines:
+        engine.live = {**engine.live, module: (version, b"by handle")}
 
 
 def dead(what="gone"):
@@ -236,25 +271,103 @@ def test_handles_and_routes_that_change_something_are_not_for_several_engines():
 def test_an_update_by_handles_is_live_once_its_file_is_kept():
     engines, together = many()
     push(together, "1", b"old")
-    new = {"update_id": "by handles", "weight_version": "2"}
-
-    def handed(*those):
-        for engine in those:
-            engine.live = {MODULE: ("2", b"by handle")}
+    new, file = {"update_id": "by handles", "weight_version": "2"}, adapter("x")
 
     with together.by_handles() as keep:
-        handed(*engines[:2])
-        with pytest.raises(SyncError, match=r"^e2 did not take .*at '1' as before"):
-            keep(new, b"new")
+        handed(engines[:2], MODULE, "2")
+        with pytest.raises(
+            SyncError, match=r"^e2 did not take .*at '1' as before. e2: not at version '2': transformer$"
+        ):
+            keep(new, file)
     together.heal()
     assert [engine.live for engine in engines] == [{MODULE: ("1", b"old")}] * 3
 
     with together.by_handles() as keep:
-        handed(*engines)
-        keep(new, b"new")
+        handed(engines, MODULE, "2")
+        keep(new, file)
     engines[1].ill = "gone"
     together.heal()
-    assert [engine.live[MODULE] for engine in engines] == [("2", b"by handle"), ("2", b"new"), ("2", b"by handle")]
+    assert [engine.live[MODULE] for engine in engines] == [("2", b"by handle"), ("2", file), ("2", b"by handle")]
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["both live before one is kept", "one after the other"])
+def test_two_syncs_by_handles_of_a_module_each_are_both_kept(at_once):
+    """Each counts its versions itself, so that both modules are at the same one."""
+    engines, together = many(2)
+    uploads = {MODULE: adapter("x"), SECOND: adapter("y")}
+    for version in ("1", "2"):
+        with together.by_handles() as keep:
+            for module in uploads if at_once else ():
+                handed(engines, module, version)
+            for module, file in uploads.items():
+                handed(engines, module, version)
+                fields = {"update_id": f"{module} {version}", "weight_version": version, "target_module": module}
+                keep(fields, file)
+    assert together.versions == {MODULE: "2", SECOND: "2"}
+    engines[0].ill = "gone"
+    together.heal()
+    assert engines[0].live == {module: ("2", file) for module, file in uploads.items()}
+    assert engines[0].journal.count(("e0", "upload")) == 2
+
+
+def test_the_names_in_a_file_without_a_target_module_say_whose_adapter_it_is():
+    engines, together = many(2)
+    first, second, both = adapter("x"), adapter("low_noise.x"), adapter("base_model.model.high_noise.x", "low_noise.x")
+    for modules, file, version in (([MODULE], first, "1"), ([SECOND], second, "1"), ([MODULE, SECOND], both, "2")):
+        with together.by_handles() as keep:
+            for module in modules:
+                handed(engines, module, version)
+            keep({"update_id": f"{modules} {version}", "weight_version": version}, file)
+        engines[0].ill = "gone"
+        together.heal()
+        assert {module: engines[0].live[module] for module in modules} == dict.fromkeys(modules, (version, file))
+    assert engines[0].live == {MODULE: ("2", both), SECOND: ("2", both)}
+    assert engines[0].journal.count(("e0", "upload")) == 1 + 2 + 1  # one file has taken the place of two
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "told"),
+    [
+        ({}, adapter("x", "low_noise.x"), "e1: not at version '1': transformer_2"),
+        ({"target_module": SECOND}, adapter("x"), "e1: not at version '1': transformer_2"),
+        ({"target_module": "vae"}, adapter("x"), "e0: not at version '1': vae"),
+        ({}, adapter("x", "nowhere"), "e0: the file's layers have no place: nowhere: unknown layer"),
+    ],
+)
+def test_an_upload_by_handles_that_is_not_live_in_all_its_modules_is_not_kept(fields, file, told):
+    engines, together = many(2)
+    with together.by_handles() as keep:
+        handed(engines, MODULE, "1")
+        handed(engines[:1], SECOND, "1")
+        with pytest.raises(SyncError, match=told):
+            keep({"update_id": "id", "weight_version": "1"} | fields, file)
+    together.heal()
+    assert [engine.live for engine in engines] == [{}, {}]
+    assert [engine.starts for engine in engines] == [1, 1]  # it is no reason to start one again
+
+
+def test_an_engine_that_does_not_say_where_layers_land_is_named():
+    engines, together = many(2)
+    with together.by_handles() as keep:
+        handed(engines, MODULE, "1")
+        engines[1].resolve = lambda layers: {}
+        with pytest.raises(SyncError, match=r"^e1 did not take .* e1: the file's layers have no place: x: not said"):
+            keep({"update_id": "id", "weight_version": "1"}, adapter("x"))
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (b"file", "the upload is not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"[]", "the upload is not a safetensors file"),
+        (save({"x.weight": torch.ones(1)}), "'x.weight' is not named <layer>.lora_A"),
+        (save({}, {"layer_scaling": "{}"}), "the upload has no layers"),
+    ],
+)
+def test_what_could_not_be_uploaded_again_is_not_kept(file, told):
+    _, together = many(1)
+    with together.by_handles() as keep, pytest.raises(RequestError, match=told):
+        keep({"update_id": "id", "weight_version": "1"}, file)
 
 
 @pytest.mark.parametrize(
