@@ -29,6 +29,11 @@ from sgld_lora_merge.trainer.sync_update import Contents, NamedTensors, SyncUpda
 from sgld_lora_merge.trainer.transport import Answer, SyncError, Transport
 from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER
 
+ROUNDED = (
+    "A and B have more precision than the engine's 0 mode computes with: it rounds them to its weights' dtype, as a "
+    "forward under autocast does and as the trainer's own merge does; a merge of the unrounded ones would give other "
+    "weights. SGLANG_DIFFUSION_LORA_MERGE_FP32=1 computes with them as they are"
+)
 LOGGED_SYNCS = 2  # the first ones of a run, in the log
 
 logger = logging.getLogger(__name__)
@@ -113,7 +118,8 @@ class WeightSync:
         self._number: int | None = None  # the last version that was tried
         self._compared: object = None  # the state of the base weights that the engines were found to have
         self._values: dict[str, Mapping[str, torch.Tensor]] | None = None
-        self._logged = 0
+        self._merged_into: object = None  # what each engine said of its base weights
+        self._logged, self._warned = 0, False
 
     @contextmanager
     def sending(self, values: Mapping[str, Any]) -> Iterator[None]:
@@ -149,12 +155,16 @@ class WeightSync:
             if faults := self._faults_on_stock(update):
                 raise RequestError(*(f"an engine has no sgld-lora-merge: {fault}" for fault in faults))
         elif any(changed for _, changed in agreed):
-            self._compare_base(update, base)
+            try:
+                self._compare_base(update, base)
+            except SyncError as error:
+                raise SyncError(f"nothing was sent: {error}") from error
             self._compared = state
         self._number = update.version
         with update.stage("send"):
             answers = self._send(update)
         self.version = update.version
+        self._heed(answers, update, base)
         if self.verify:
             with update.stage("verify"):
                 engines.verify(self._contents.expectations(update, answers[0], engines, self._gather))
@@ -181,7 +191,24 @@ class WeightSync:
             try:
                 compare_base(base, self._engines, self._gather)
             except SyncError as error:
-                raise SyncError(f"{self._contents.base_fault(update)}. Nothing was sent. {error}") from error
+                raise SyncError(f"{self._contents.base_fault(update)}. {error}") from error
+
+    def _heed(self, answers: Sequence[Answer], update: SyncUpdate, base: Mapping[str, BaseWeights]) -> None:
+        """Compare the base weights again where an engine says that it merges into others than before."""
+        modules = [answer.get("modules") or {} for answer in answers]
+        merged_into = [{name: each.get("base") for name, each in of_engine.items()} for of_engine in modules]
+        if base and self._merged_into not in (None, merged_into):
+            try:
+                self._compare_base(update, base)
+            except SyncError as error:
+                raise SyncError(
+                    f"version {update.version} is live, but something has replaced base weights: {error}"
+                ) from error
+        self._merged_into = merged_into
+        if not self._warned and any(answer.get("pairs_rounded") for answer in answers):
+            self._warned = True
+            if self._engines.ranks.rank == 0:
+                logger.warning(ROUNDED)
 
     def _prepare(self) -> tuple[dict[str, Any], list[tuple[str, list[str]]]]:
         """Read all modules and plan the buckets."""
