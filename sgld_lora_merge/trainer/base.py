@@ -33,6 +33,10 @@ Parts = dict[Key, dict[Block, int]]
 logger = logging.getLogger(__name__)
 
 
+class BaseDiffers(SyncError):
+    """The engine has other base weights than the trainer."""
+
+
 @dataclass(frozen=True, eq=False)
 class BaseWeights:
     """The base weights of one module, as the trainer has them.
@@ -40,17 +44,19 @@ class BaseWeights:
     Attributes:
         weights: layer prefix -> weight of a linear layer or a convolution, perhaps a shard.
         merged: adapters that PEFT has merged into them.
-        writes: how often torch has seen each one written to.
+        adapters: all that the model has.
+        writes: how often torch has seen each one written to, which PEFT's merges are hidden from.
     """
 
     weights: Mapping[str, torch.Tensor]
     merged: frozenset[str]
+    adapters: frozenset[str]
     writes: Sequence[int]
 
     @property
     def state(self) -> object:
-        """Equal as long as nothing has written to the weights."""
-        return self.merged, list(self.writes)
+        """Equal as long as nothing has written to the weights, and no adapter that might be in them came or went."""
+        return self.merged, self.adapters, list(self.writes)
 
 
 def read_base(modules: NamedModules, state: Mapping[str, torch.Tensor], allow_unsynced: Sequence[str]) -> BaseWeights:
@@ -63,9 +69,11 @@ def read_base(modules: NamedModules, state: Mapping[str, torch.Tensor], allow_un
     by_name = {unwrapped(key): tensor for key, tensor in state.items()}
     weights: dict[str, torch.Tensor] = {}
     merged: set[str] = set()
+    adapters: set[str] = set()
     writes = []
     for name, module in modules:
         merged.update(vars(module).get("merged_adapters", ()))
+        adapters.update(vars(module).get("peft_config", ()))
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
             continue
         bare = unwrapped(name)
@@ -73,37 +81,42 @@ def read_base(modules: NamedModules, state: Mapping[str, torch.Tensor], allow_un
         if weight in by_name and not is_adapter_key(bare) and not is_allowed(weight, allow_unsynced):
             weights[bare.removesuffix(f".{BASE_LAYER}")] = by_name[weight]
             writes.append(_writes(module.weight))
-    return BaseWeights(weights, frozenset(merged), writes)
+    return BaseWeights(weights, frozenset(merged), frozenset(adapters), writes)
 
 
 def compare_base(modules: Mapping[str, BaseWeights], engines: Engines, gather: Gather | None) -> None:
     """Compare the base weights of every module with those of every engine. A collective.
 
-    Layers that the engine does not have under these names are left out, and so are those that one side has quantized.
+    Layers that the engine does not have under these names are left out, and so are, with a warning, those that one side
+    has quantized.
     Where the dtypes differ, both are rounded to the narrower one first.
 
     Raises:
-        SyncError: they differ, and in which layers.
+        BaseDiffers: they differ, and in which layers.
         RequestError: the trainer's ranks differ.
+        SyncError: an engine did not say.
     """
     layers = {module: list(base.weights) for module, base in modules.items() if base.weights}
     if not layers:
         return
     places = engines.call(lambda transport: transport.ask(RESOLVE_ROUTE, {"modules": layers}))[0]["modules"]
     dtypes: dict[Key, torch.dtype] = {}
-    shapes, unequal, left_out = [], [], []
+    shapes, unequal, uncompared = [], [], []
     for module, names in layers.items():
         for name in names:
-            weight, place = modules[module].weights[name], places[module][name]
-            dtype = None if "fault" in place else common_dtype(weight.dtype, place["dtype"])
-            if dtype is None:
-                left_out.append(f"{module}: {name}")
+            weight, place = modules[module].weights[name], places.get(module, {}).get(name, {"fault": "not answered"})
+            if "fault" in place:
+                continue
+            dtype = common_dtype(weight.dtype, place["dtype"])
+            if dtype is None or not weight.shape.numel():
+                uncompared.append(f"{module}.{name}")
             elif place["shape"] != (shape := [weight.shape[0], math.prod(weight.shape[1:])]):
                 shapes.append(f"{module}: {name!r} has shape {shape}, the engine's {place['shape']}")
             else:
                 dtypes[module, name] = dtype
-    if left_out and engines.ranks.rank == 0:
-        logger.info("%d base weights are not compared: %s", len(left_out), name_some(left_out))
+    if uncompared and engines.ranks.rank == 0:
+        logger.warning("%d base weights cannot be compared with the engine's, since they are quantized, or empty as a "
+                       "parameter of DeepSpeed's ZeRO-3 is: %s", len(uncompared), name_some(uncompared))  # fmt: skip
     weights = {(module, name): (modules[module].weights[name], dtype) for (module, name), dtype in dtypes.items()}
     parts = sums_of_ranks(weights, engines, gather)
     expected: dict[str, dict[str, dict[str, str]]] = {}
@@ -120,8 +133,13 @@ def compare_base(modules: Mapping[str, BaseWeights], engines: Engines, gather: G
             f"the trainer's ranks have different base weights in {len(unequal)} layers: {name_some(unequal)}"
         )
     if shapes:
-        raise SyncError("; ".join(shapes[:SHOWN_FAULTS]))
-    engines.verify({"base": expected})
+        raise BaseDiffers("; ".join(shapes[:SHOWN_FAULTS]))
+    try:
+        engines.verify({"base": expected})
+    except SyncError as error:
+        if error.answered == 200:  # the engine has compared
+            raise BaseDiffers(str(error)) from error
+        raise
 
 
 def common_dtype(mine: torch.dtype, theirs: str) -> torch.dtype | None:

@@ -34,7 +34,7 @@ class RayTransport:
         return self._answer(lambda: self._actor.ask.remote(route, fields), FORMS.get(route, Answered))
 
     def _answer(self, call: Callable[[], Any], form: type[Answered]) -> Answer:
-        return accepted(f"{self._actor} answered", result(call, self._timeout), form)
+        return accepted(f"{self._actor} answered", result(call, self._timeout), form, 200)
 
 
 def result(call: Callable[[], Any], timeout: float | None) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.settings import settings_from
-from sgld_lora_merge.trainer.base import BaseWeights, compare_base
+from sgld_lora_merge.trainer.base import BaseDiffers, BaseWeights, compare_base
 from sgld_lora_merge.trainer.buckets import flattened_nbytes, plan_buckets, whole_nbytes
 from sgld_lora_merge.trainer.gather import Gather, GatherAhead
 from sgld_lora_merge.trainer.model import TrainedLayer
@@ -190,8 +190,8 @@ class WeightSync:
         with update.stage("base"):
             try:
                 compare_base(base, self._engines, self._gather)
-            except SyncError as error:
-                raise SyncError(f"{self._contents.base_fault(update)}. {error}") from error
+            except BaseDiffers as error:
+                raise BaseDiffers(f"{self._contents.base_fault(update)}. {error}") from error
 
     def _heed(self, answers: Sequence[Answer], update: SyncUpdate, base: Mapping[str, BaseWeights]) -> None:
         """Compare the base weights again where an engine says that it merges into others than before."""

@@ -135,6 +135,30 @@ def test_an_init_that_changed_the_base_is_for_an_engine_that_serves_the_changed_
         restore(zimage)
 
 
+@pytest.mark.parametrize("deleted", [False, True], ids=["merged", "merged and deleted"])
+@pytest.mark.parametrize("layers", ["attention.to_q", "adaLN_modulation.0"], ids=["of the adapter", "of no adapter"])
+def test_an_adapter_that_was_merged_into_the_trainers_base_is_found_before_anything_is_sent(zimage, deleted, layers):
+    model = peft_model(zimage)
+    model.add_adapter("sft", training.peft.LoraConfig(r=2, target_modules=[f"layers.0.{layers}"]))
+    sync = strategy(zimage, stepped(model), *IPC, verify=False)
+    sync.update_weights()
+    before = zimage.checksum()
+    model.base_model.set_adapter("sft")
+    model.merge_adapter(["sft"])
+    if deleted:
+        for module in model.modules():
+            getattr(module, "merged_adapters", []).clear()  # or PEFT refuses to run it, and nobody sees it any more
+        model.delete_adapter("sft")
+    model.base_model.set_adapter("default")
+    cause = "" if deleted else "adapters that are merged into the trainer's: sft; "
+    told = rf"nothing was sent: .*{cause}.*1 of [0-9]+ layers .* transformer\.layers\.0\.{layers}"
+    with pytest.raises(SyncError, match=told):
+        sync.update_weights()
+    assert zimage.checksum() == before
+    allowed = strategy(zimage, stepped(model), *IPC, allow_unsynced=[f"*.{layers}.*"], verify=False)
+    assert allowed.update_weights().answer["state"] == "live"
+
+
 def test_a_live_weight_that_somebody_else_changed_is_named(zimage):
     model = peft_model(zimage)
     url = str(zimage.server.client.base_url)

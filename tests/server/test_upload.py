@@ -14,8 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from support import lora
+from sgld_lora_merge.trainer import SyncError, UploadTransport, select_weight_sync
+from sgld_lora_merge.wire.schema import COMMIT_ROUTE
+from support import lora, training
 from support.server import environment
+from tests.server.trainers import arguments
 
 LAYER = "layers.0.attention.to_q"
 
@@ -216,3 +219,39 @@ def test_on_tp_2_every_rank_reads_the_file(tp2):
     adapter = tp2.adapter()
     assert upload(tp2, body(adapter), lora_alpha=6).status_code == 200
     holds(tp2, adapter)
+
+
+class Uncommitted(UploadTransport):
+    """Does not reach its engine with a commit, while it is told so."""
+
+    lost = False
+
+    def ask(self, route, fields=None):
+        if route == COMMIT_ROUTE and self.lost:
+            raise SyncError("the commit is lost")
+        return super().ask(route, fields)
+
+
+def test_of_two_engines_of_which_one_does_not_commit_both_serve_the_version_before(zimage, tp2):
+    """And the next sync brings them together."""
+    engines = zimage, tp2
+    args = arguments("--use-lora", "--lora-upload-weight-sync")
+    urls = [str(engine.server.client.base_url) for engine in engines]
+    model = training.with_lora(training.transformer(zimage.checkpoint), init_lora_weights=False)
+    second = Uncommitted(urls[1])
+    sync = select_weight_sync(args)(args, model, [UploadTransport(urls[0]), second], verify=True)
+    first = str(sync.update_weights().version)
+    before = [engine.checksum() for engine in engines]
+    second.lost = True
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.5)
+    told = rf"engine 1: the commit is lost\. Now engine 0 has .*'{first}'.*; engine 1 has .*'{first}'"
+    with pytest.raises(SyncError, match=told):
+        sync.update_weights()
+    assert [engine.checksum() for engine in engines] == before
+    second.lost = False
+    third = str(sync.update_weights().version)
+    assert third == str(int(first) + 2)
+    assert {engine.status()["modules"]["transformer"]["weight_version"] for engine in engines} == {third}

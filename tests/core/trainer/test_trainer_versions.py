@@ -94,9 +94,7 @@ def test_base_weights_that_something_replaced_are_compared_again():
     assert sync.update_weights().version == 3  # they are the trainer's after all
     assert len(engine.of("/lora_merge/verify")) == 2
     engine.base, engine.refuse, engine.answered = "loaded", "/lora_merge/verify", 200
-    with pytest.raises(
-        SyncError, match=r"version 4 is live, but something has replaced .*verify answered"
-    ):
+    with pytest.raises(SyncError, match=r"version 4 is live, but something has replaced .*verify answered"):
         sync.update_weights()
 
 
