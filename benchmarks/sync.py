@@ -94,6 +94,9 @@ def step(model: nn.Module, part_of_name: str = "lora_") -> None:
                 own.normal_(0, 0.02)
 
 
+CHECKS = ("base", "verify")  # stages of a sync beside its sending
+
+
 def arguments(flags: Sequence[str] = IPC) -> Namespace:
     """A trainer's arguments with these flags; those of LoRA's shape are added where it has any."""
     parser = argparse.ArgumentParser()
@@ -147,6 +150,7 @@ def measured(
             time.sleep(REST_S)
             report = sync.update_weights()
             row = {"post": transport.milliseconds[-1], "send": report.seconds["send"] * 1e3}
+            row |= {f"{stage} in all": report.seconds[stage] * 1e3 for stage in CHECKS if stage in report.seconds}
             row |= {f"engine {stage}": each for stage, each in (report.answer.get("timings_ms") or {}).items()}
             rows.append(row)
             print(name, {stage: round(each, 1) for stage, each in row.items()}, flush=True)
@@ -181,6 +185,11 @@ def table(results: list[dict[str, Any]]) -> str:
         else:
             cells += [""] * 5
         cells.append(f"{(median(result, 'send') or 0) - middle:.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| engine | base weights compared, first sync | verified, median of later ones |", "|---" * 3 + "|"]
+    for result in results:
+        base, verified = result["rows"][0].get("base in all"), median(result, "verify in all")
+        cells = [result["name"], *("" if each is None else f"{each:.0f} ms" for each in (base, verified))]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",

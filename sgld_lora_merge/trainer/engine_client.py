@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.request import getproxies_environment
 
 import httpcore
 import httpx
@@ -126,7 +127,10 @@ class EngineClient:
             finally:
                 connection.close()
         except _FAILURES as error:
-            raise Unanswered(f"{type(error).__name__}: {error}") from error
+            hint = ""
+            if isinstance(error, (httpcore.ConnectError, httpcore.ConnectTimeout)) and getproxies_environment():
+                hint = " (a proxy is set in the environment, and is not used for engines)"
+            raise Unanswered(f"{type(error).__name__}: {error}{hint}") from error
 
 
 def fits(answer: object, form: type[Model]) -> Model:

@@ -180,6 +180,8 @@ def test_proxies_of_the_environment_are_not_asked(engine, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     engine.answers(GOOD_STATUS)
     assert HttpTransport(engine.url).ask(STATUS_ROUTE) == GOOD_STATUS
+    told = fault(lambda: HttpTransport("http://127.0.0.1:9").ask(STATUS_ROUTE), "http://127.0.0.1:9")
+    assert "a proxy is set in the environment, and is not used for engines" in told
 
 
 def test_a_url_may_have_a_path_and_a_name(engine):
