@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from sgld_lora_merge.errors import name_some
+from sgld_lora_merge.merge.targets import CONVOLUTIONS
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper, is_adapter_key, unwrapped
 
 NamedModules = Sequence[tuple[str, nn.Module]]
+# what PEFT puts into its layers, and into the model
+_OF_PEFT = {"peft_config", "scaling", "merged_adapters", "_active_adapter", "lora_variant"}
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """The modules of a model, by what a sync asks of them. Made once, and again when a module came or went.
+
+    Attributes:
+        modules: all of them; they stay alive, so that none takes the place of another unseen.
+        of_peft: those that know something of adapters.
+        weights: name of the weight, without wrappers, of each linear layer and convolution that is no adapter's.
+        parameters: name, without wrappers, owner and name there of every parameter.
+    """
+
+    modules: Sequence[nn.Module]
+    of_peft: NamedModules
+    weights: NamedModules
+    parameters: Sequence[tuple[str, nn.Module, str]]
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return whether the model still has these modules."""
+        return list(map(id, model.modules())) == list(map(id, self.modules))
+
+
+def survey(model: nn.Module) -> Survey:
+    """Look at every module of a model."""
+    named = list(model.named_modules())
+    of_peft = [(name, module) for name, module in named if _OF_PEFT & vars(module).keys()]
+    rows = (nn.Linear, *CONVOLUTIONS)
+    linear = [(unwrapped(f"{name}.weight"), module) for name, module in named if isinstance(module, rows)]
+    weights = [(name, module) for name, module in linear if not is_adapter_key(name)]
+    parameters = [
+        (unwrapped(f"{name}.{own}" if name else own), module, own)
+        for name, module in named
+        for own in module._parameters
+    ]
+    return Survey([module for _, module in named], of_peft, weights, parameters)
 
 
 def is_allowed(name: str, patterns: Sequence[str]) -> bool:
@@ -23,16 +63,21 @@ def is_allowed(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def unsent_faults(modules: NamedModules, mapper: PeftLoRAKeyMapper, allow_unsynced: Sequence[str]) -> list[str]:
+def unsent_faults(surveyed: Survey, mapper: PeftLoRAKeyMapper, allow_unsynced: Sequence[str]) -> list[str]:
     """Return why pairs of one adapter are less than what the optimiser changes; [] where they are all of it.
 
     An adapter that is not active in any layer does not count: nothing of it is in the policy.
     """
-    active = {name for _, module in modules for name in active_adapters(module)}
+    trained = [
+        name
+        for name, module, own in surveyed.parameters
+        if (parameter := module._parameters[own]) is not None and parameter.requires_grad
+    ]
+    active = {name for _, module in surveyed.of_peft for name in active_adapters(module)}
     others = [] if mapper.adapter in active else [PeftLoRAKeyMapper(name) for name in sorted(active)]
     unsent = [
         name
-        for name in map(unwrapped, _trained(modules))
+        for name in trained
         if not mapper.is_lora_key(name)
         and (not is_adapter_key(name) or any(other.is_lora_key(name) for other in others))
         and not is_allowed(name, allow_unsynced)
@@ -46,9 +91,9 @@ def unsent_faults(modules: NamedModules, mapper: PeftLoRAKeyMapper, allow_unsync
     ]
 
 
-def several_active(modules: NamedModules, adapter: str) -> list[str]:
+def several_active(of_peft: NamedModules, adapter: str) -> list[str]:
     """Return a fault where the forward adds other adapters to this one; [] where it adds none."""
-    for _, module in modules:
+    for _, module in of_peft:
         active = active_adapters(module)
         if adapter in active and (others := [name for name in active if name != adapter]):
             return [
@@ -63,11 +108,3 @@ def active_adapters(module: nn.Module) -> list[str]:
     """Return the adapters that a layer of PEFT adds to its output; [] for any other module."""
     active = vars(module).get("_active_adapter", [])
     return [active] if isinstance(active, str) else list(active)
-
-
-def _trained(modules: NamedModules) -> Iterator[str]:
-    """Return the names of all parameters with a gradient."""
-    for name, module in modules:
-        for own, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                yield f"{name}.{own}" if name else own

@@ -10,20 +10,20 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sgld_lora_merge.errors import SHOWN_FAULTS, RequestError, name_some
 from sgld_lora_merge.merge.spans import Span
-from sgld_lora_merge.merge.targets import CONVOLUTIONS, as_rows
+from sgld_lora_merge.merge.targets import as_rows
 from sgld_lora_merge.merge.weight_sums import DTYPES, Block, WeightSum, block_sum, read_sums, total_of
-from sgld_lora_merge.trainer.account import NamedModules, is_allowed
+from sgld_lora_merge.trainer.account import Survey, is_allowed
 from sgld_lora_merge.trainer.engines import Engines
 from sgld_lora_merge.trainer.gather import Gather, each_whole
-from sgld_lora_merge.trainer.names import BASE_LAYER, is_adapter_key, unwrapped
+from sgld_lora_merge.trainer.names import BASE_LAYER
 from sgld_lora_merge.trainer.transport import SyncError
 from sgld_lora_merge.wire.schema import RESOLVE_ROUTE
 
@@ -59,29 +59,23 @@ class BaseWeights:
         return self.merged, self.adapters, list(self.writes)
 
 
-def read_base(modules: NamedModules, state: Mapping[str, torch.Tensor], allow_unsynced: Sequence[str]) -> BaseWeights:
+def read_base(surveyed: Survey, state: Mapping[str, torch.Tensor], allow_unsynced: Sequence[str]) -> BaseWeights:
     """Find the base weights of a model.
 
     Args:
-        state: the model's state dict, which has shards where the modules have something else (FSDP1).
+        state: the model's state dict without wrappers; it has shards where the modules have something else (FSDP1).
         allow_unsynced: patterns of parameters that the engine may have otherwise.
     """
-    by_name = {unwrapped(key): tensor for key, tensor in state.items()}
-    weights: dict[str, torch.Tensor] = {}
-    merged: set[str] = set()
-    adapters: set[str] = set()
-    writes = []
-    for name, module in modules:
-        merged.update(vars(module).get("merged_adapters", ()))
-        adapters.update(vars(module).get("peft_config", ()))
-        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
-            continue
-        bare = unwrapped(name)
-        weight = f"{bare}.weight"
-        if weight in by_name and not is_adapter_key(bare) and not is_allowed(weight, allow_unsynced):
-            weights[bare.removesuffix(f".{BASE_LAYER}")] = by_name[weight]
-            writes.append(_writes(module.weight))
-    return BaseWeights(weights, frozenset(merged), frozenset(adapters), writes)
+    found = [(name, module) for name, module in surveyed.weights if name in state]
+    if allow_unsynced:
+        found = [(name, module) for name, module in found if not is_allowed(name, allow_unsynced)]
+    of_peft = [vars(module) for _, module in surveyed.of_peft]
+    return BaseWeights(
+        {name.removesuffix(".weight").removesuffix(f".{BASE_LAYER}"): state[name] for name, _ in found},
+        frozenset(name for own in of_peft for name in own.get("merged_adapters", ())),
+        frozenset(name for own in of_peft for name in own.get("peft_config", ())),
+        [_writes(module.weight) for _, module in found],
+    )
 
 
 def compare_base(modules: Mapping[str, BaseWeights], engines: Engines, gather: Gather | None) -> None:
@@ -208,5 +202,5 @@ def _sum(values: torch.Tensor, block: Block, weight: torch.Tensor, dtype: torch.
     return block_sum(values, block, math.prod(weight.shape[1:]), dtype)
 
 
-def _writes(weight: torch.Tensor) -> int:
+def _writes(weight: Any) -> int:
     return 0 if weight.is_inference() else weight._version

@@ -12,6 +12,7 @@ from torch import nn
 
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.errors import RequestError, name_some
+from sgld_lora_merge.trainer.account import Survey, survey
 from sgld_lora_merge.trainer.answers import Merged
 from sgld_lora_merge.trainer.base import BaseWeights, Key
 from sgld_lora_merge.trainer.engines import Engines
@@ -41,9 +42,13 @@ class Pairs:
 
     def __init__(self, args: Namespace, mapper: PeftLoRAKeyMapper, allow_unsynced: Sequence[str]) -> None:
         self._args, self._mapper, self._allow_unsynced = args, mapper, allow_unsynced
+        self._surveys: dict[int, Survey] = {}  # by the model's identity
 
     def read(self, model: nn.Module, values: Mapping[str, torch.Tensor] | None) -> TrainedAdapter:
-        return read_adapter(model, self._mapper, values, self._allow_unsynced)
+        surveyed = self._surveys.get(id(model))
+        if surveyed is None or not surveyed.fits(model):
+            surveyed = self._surveys[id(model)] = survey(model)
+        return read_adapter(model, self._mapper, values, self._allow_unsynced, surveyed)
 
     def layers(self, module: TrainedAdapter) -> Mapping[str, TrainedLayer]:
         return module.layers

@@ -12,7 +12,7 @@ from torch import nn
 from sgld_lora_merge.adapter.peft_config import keeps_base, variant_faults
 from sgld_lora_merge.errors import RequestError, name_some
 from sgld_lora_merge.merge.targets import CONVOLUTIONS
-from sgld_lora_merge.trainer.account import NamedModules, several_active, unsent_faults
+from sgld_lora_merge.trainer.account import NamedModules, Survey, several_active, survey, unsent_faults
 from sgld_lora_merge.trainer.base import BaseWeights, read_base
 from sgld_lora_merge.trainer.expected import merged_weight
 from sgld_lora_merge.trainer.names import (
@@ -58,6 +58,7 @@ def read_adapter(
     mapper: PeftLoRAKeyMapper,
     values: Mapping[str, torch.Tensor] | None = None,
     allow_unsynced: Sequence[str] = ("*",),
+    surveyed: Survey | None = None,
 ) -> TrainedAdapter:
     """Read the adapter out of a model. Scales are those that PEFT computes with, patterns and rsLoRA included.
 
@@ -65,12 +66,13 @@ def read_adapter(
         values: in the place of those of the model, under the keys of its state dict: of every tensor of the adapter.
         allow_unsynced: patterns of parameters that may be trained, or differ from the engine's, although pairs do not
             carry them; all of them where they are sent besides.
+        surveyed: the model's modules; None for a look at them.
 
     Raises:
         RequestError: there is nothing to send, keys have no place, or something is trained that a pair cannot carry.
     """
-    modules = list(model.named_modules())
-    faults = _faults_of(modules, mapper.adapter)
+    surveyed = surveyed or survey(model)
+    faults = _faults_of(surveyed.of_peft, mapper.adapter)
     state = model.state_dict()
     if values is not None:
         state = state | replacements(state, values, [key for key in state if mapper.is_lora_key(key)])
@@ -86,17 +88,17 @@ def read_adapter(
             f"the model has no lora_A and lora_B of adapter {mapper.adapter!r}: nothing to send. Its keys are like "
             f"{name_some(list(state)[:3])}"
         )
-    if faults := [*faults, *unsent_faults(modules, mapper, allow_unsynced)]:
+    if faults := [*faults, *unsent_faults(surveyed, mapper, allow_unsynced)]:
         raise RequestError(*faults)
     scales = {
         unwrapped(name): float(scaling[mapper.adapter])
-        for name, module in modules
+        for name, module in surveyed.of_peft
         if isinstance(scaling := vars(module).get("scaling"), dict) and mapper.adapter in scaling
     }
-    bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(_BASE_WEIGHT)}
-    base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items()}
-    moved_by = _init_that_moved_the_base(modules, mapper.adapter)
-    return TrainedAdapter(pairs, scales, base, read_base(modules, state, allow_unsynced), moved_by)
+    bare = {unwrapped(key): tensor for key, tensor in state.items() if key.endswith(".weight")}
+    base = {key.removesuffix(_BASE_WEIGHT): tensor for key, tensor in bare.items() if key.endswith(_BASE_WEIGHT)}
+    moved_by = _init_that_moved_the_base(surveyed.of_peft, mapper.adapter)
+    return TrainedAdapter(pairs, scales, base, read_base(surveyed, bare, allow_unsynced), moved_by)
 
 
 def replacements(

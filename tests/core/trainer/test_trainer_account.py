@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 from torch import nn
 
 from sgld_lora_merge.errors import RequestError
+from sgld_lora_merge.trainer.contents import Pairs
 from sgld_lora_merge.trainer.model import read_adapter, read_layers
 from sgld_lora_merge.trainer.names import PeftLoRAKeyMapper
 
@@ -108,3 +111,18 @@ def test_other_values_of_all_weights_are_sent_too():
     assert torch.equal(layers["b"].tensors["weight"], model["b"].weight)
     with pytest.raises(RequestError, match=r"'a\.weight' has no value"):
         read_layers(model, values={})
+
+
+def test_modules_are_looked_at_once_and_again_when_one_came_or_went():
+    model = wrapped()
+    pairs = Pairs(argparse.Namespace(), MAPPER, ())
+    pairs.read(model, None)
+    surveyed = pairs._surveys[id(model)]
+    model.get_parameter("base_model.model.norm.weight").requires_grad_(True)
+    with pytest.raises(RequestError, match=r"norm\.weight"):
+        pairs.read(model, None)
+    assert pairs._surveys[id(model)] is surveyed
+    model.get_parameter("base_model.model.norm.weight").requires_grad_(False)
+    model.base_model.model["head"] = nn.Linear(8, 2)
+    with pytest.raises(RequestError, match=r"head\.weight, head\.bias"):
+        pairs.read(model, None)
