@@ -130,7 +130,8 @@ def test_updates_go_through_an_actor_and_other_weights_are_noticed_and_brought_b
     model = peft_model(two)
     args = arguments("--use-lora", *IPC)
     with caplog.at_level(logging.INFO, LOG):
-        report = select_weight_sync(args)(args, model, transport, verify=True).update_weights()
+        with two.manager._lock:  # or it may bring the engine back before that is verified
+            report = select_weight_sync(args)(args, model, transport, verify=True).update_weights()
         two.wait_until_healthy(caplog, 1)
     other = f"it serves transformer at '{report.version}'"
     assert f"engine 1: {other}, the last live version is transformer at '10'" in caplog.text

@@ -144,13 +144,11 @@ def test_an_adapter_that_was_merged_into_the_trainers_base_is_found_before_anyth
     sync = strategy(zimage, stepped(model), *IPC, verify=False)
     sync.update_weights()
     before = zimage.checksum()
-    model.base_model.set_adapter("sft")
     model.merge_adapter(["sft"])
     if deleted:
         for module in model.modules():
-            getattr(module, "merged_adapters", []).clear()  # or PEFT refuses to run it, and nobody sees it any more
+            vars(module).get("merged_adapters", []).clear()  # or PEFT would take it out again
         model.delete_adapter("sft")
-    model.base_model.set_adapter("default")
     cause = "" if deleted else "adapters that are merged into the trainer's: sft; "
     told = rf"nothing was sent: .*{cause}.*1 of [0-9]+ layers .* transformer\.layers\.0\.{layers}"
     with pytest.raises(SyncError, match=told):
