@@ -109,6 +109,12 @@ def ulp(value: float, dtype: torch.dtype) -> float:
     return 2.0 ** (max(math.frexp(value)[1] - _MANTISSA_BITS[dtype], smallest) if value else smallest)
 
 
+def ulps(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `ulp` of each of many finite values, float64 as they are."""
+    exponents = (torch.frexp(values).exponent - _MANTISSA_BITS[dtype]).clamp(min=_SMALLEST_EXPONENT[dtype])
+    return torch.where(values == 0, 2.0 ** _SMALLEST_EXPONENT[dtype], torch.exp2(exponents.double()))
+
+
 def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
     """Return spans of the whole with their first local index: they stand one after the other."""
     passed = 0

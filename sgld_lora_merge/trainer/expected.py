@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sgld_lora_merge.adapter.precision import Precision
-from sgld_lora_merge.merge.verify import sha256, ulp
+from sgld_lora_merge.merge.verify import Sample, sha256, ulps
 from sgld_lora_merge.trainer.names import LayerPair
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of --diffusion-forward-dtype
-SAMPLES = 16  # elements of a layer that are compared in fp32 mode
+SAMPLES = 4  # elements of a layer that are compared in fp32 mode
 
 Expectation = dict[str, Any]
 
@@ -51,50 +50,50 @@ def expected_merged(
     if precision is Precision.FP16:
         return expected_hash(base, pair, scale, dtype)
     weight, a, b = (each.flatten(1) for each in (base, *pair))
-    [at] = choose_positions([(weight.shape[0], weight.shape[1])], seed)
-    return expected_samples(at, weight[at.rows, at.columns].to(dtype), b[at.rows], a[:, at.columns].T, scale, dtype)
+    rows, columns = choose_positions(torch.tensor([weight.shape]), seed)
+    own = weight[rows, columns].to(dtype).cpu()
+    [samples] = expected_samples(rows, columns, own, b[rows].cpu(), a.T[columns].cpu(), torch.tensor([scale]), dtype)
+    return {"samples": samples}
 
 
-class Positions(NamedTuple):
-    """Elements of a whole weight that are compared in the fp32 mode, the same ones on every rank."""
-
-    rows: torch.Tensor
-    columns: torch.Tensor
-
-
-def choose_positions(shapes: Sequence[tuple[int, int]], seed: int) -> list[Positions]:
-    """Choose `SAMPLES` elements of each weight.
+def choose_positions(shapes: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `SAMPLES` elements of each of many weights, the same ones on every rank.
 
     Args:
-        shapes: rows and columns of each.
+        shapes: int64 ``[layers, 2]``, rows and columns of each.
         seed: chooses them.
+
+    Returns:
+        Rows and columns, int64 ``[layers, SAMPLES]``.
     """
-    sizes = torch.tensor([rows * columns for rows, columns in shapes])[:, None]
-    widths = torch.tensor([columns for _, columns in shapes])[:, None]
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(2**62, (len(shapes), SAMPLES), generator=generator) % sizes
-    return [Positions(*each) for each in zip(chosen // widths, chosen % widths, strict=True)]
+    chosen = torch.randint(2**62, (len(shapes), SAMPLES), generator=generator) % shapes.prod(1, keepdim=True)
+    return chosen // shapes[:, 1:], chosen % shapes[:, 1:]
 
 
 def expected_samples(
-    positions: Positions, own: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dtype: torch.dtype
-) -> Expectation:
-    """Return float64 values with the bound of the fp32 mode: one rounding, and that of the float32 sums.
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    own: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+) -> list[list[Sample]]:
+    """Return float64 values of many layers with the bound of the fp32 mode: one rounding, and that of float32 sums.
 
     Args:
-        own: ``W0`` at the positions, in the engine's dtype.
-        left, right: rows of B and columns of A there, ``[samples, rank]``.
-        dtype: of the engine's weight.
+        rows, columns: ``[layers, samples]``.
+        own: ``W0`` there, in the engine's dtype, ``[layers, samples]``.
+        left, right: rows of B and columns of A there, ``[layers, samples, rank]``.
+        scales: ``[layers]``.
+        dtype: of the engine's weights.
     """
-    scale = float(torch.tensor(scale, dtype=torch.float32))
-    own, left, right = own.double(), left.double(), right.double()
-    values = own + scale * (left * right).sum(1)
-    sums = 4 * left.shape[1] * 2.0**-24 * (own.abs() + abs(scale) * (left * right).abs().sum(1))
-    numbers = zip(*(each.tolist() for each in (*positions, values, sums)), strict=True)
-    return {
-        "samples": [
-            # a value just above a power of two may be rounded to one below, whose ulp is half as large
-            (row, column, value, 1.0 + 2 * bound / ulp(value, dtype))
-            for row, column, value, bound in numbers
-        ]
-    }
+    scale = scales.float().double()[:, None]  # it is applied as a float32
+    own, terms = own.double(), left.double() * right.double()
+    values = own + scale * terms.sum(2)
+    sums = 4 * left.shape[2] * 2.0**-24 * (own.abs() + scale.abs() * terms.abs().sum(2))
+    # a value just above a power of two may be rounded to one below, whose ulp is half as large
+    allowed = 1.0 + 2 * sums / ulps(values, dtype)
+    numbers = zip(*(each.tolist() for each in (rows, columns, values, allowed)), strict=True)
+    return [list(zip(*layer, strict=True)) for layer in numbers]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sgld_lora_merge.merge.spans import Span
 from sgld_lora_merge.merge.targets import as_rows
 from sgld_lora_merge.trainer.base import Key, held_block
 from sgld_lora_merge.trainer.engines import Engines
-from sgld_lora_merge.trainer.expected import Expectation, Positions, choose_positions, expected_samples
+from sgld_lora_merge.trainer.expected import Expectation, choose_positions, expected_samples
 from sgld_lora_merge.trainer.gather import Gather, each_whole
 from sgld_lora_merge.trainer.names import LayerPair
 
@@ -36,65 +37,69 @@ def sample_merged(
         dtype: of the engine's weights.
         seed: chooses the elements.
     """
-    shapes = [(each.pair.b.shape[0], each.base.shape[1:].numel()) for each in layers.values()]
-    positions = dict(zip(layers, choose_positions(shapes, seed), strict=True))
-    own = _base_values({key: each.base for key, each in layers.items()}, positions, dtype, engines, gather)
+    keys = list(layers)
+    if not keys:
+        return {}
+    shapes = torch.tensor([(each.pair.b.shape[0], each.base.shape[1:].numel()) for each in layers.values()])
+    rows, columns = choose_positions(shapes, seed)
+    own = _base_values([each.base for each in layers.values()], rows, columns, dtype, engines, gather)
     expected: dict[Key, Expectation] = {}
 
-    def add(whole: dict[tuple[Key, str], torch.Tensor]) -> None:
+    def add(whole: dict[tuple[int, str], torch.Tensor]) -> None:
         if not engines.mine:
             return
-        keys = [key for key, side in whole if side == "a"]
-        a, b = ([whole[key, side].flatten(1) for key in keys] for side in "ab")
-        left = _taken(b, [positions[key].rows for key in keys])
-        right = _taken([each.T for each in a], [positions[key].columns for key in keys])
-        for key, rows, columns in zip(keys, left, right, strict=True):
-            expected[key] = expected_samples(positions[key], own[key], rows, columns, layers[key].scale, dtype)
+        left = _taken([whole[place, "b"].flatten(1) for place in range(len(keys))], list(rows))
+        right = _taken([whole[place, "a"].flatten(1).T for place in range(len(keys))], list(columns))
+        for rank in {each.shape[1] for each in left}:
+            of_rank = [place for place, each in enumerate(left) if each.shape[1] == rank]
+            b_rows, a_columns = (torch.stack([side[place] for place in of_rank]) for side in (left, right))
+            scales = torch.tensor([layers[keys[place]].scale for place in of_rank])
+            samples = expected_samples(rows[of_rank], columns[of_rank], own[of_rank], b_rows, a_columns, scales, dtype)
+            expected.update({keys[place]: {"samples": each} for place, each in zip(of_rank, samples, strict=True)})
 
-    pairs = [((key, side), tensor) for key, each in layers.items() for side, tensor in each.pair._asdict().items()]
-    each_whole([pairs] if pairs else [], add, engines.run_on_all_ranks, gather)
-    return expected
+    sides = [
+        ((place, side), tensor)
+        for place, each in enumerate(layers.values())
+        for side, tensor in each.pair._asdict().items()
+    ]
+    each_whole([sides], add, engines.run_on_all_ranks, gather)
+    return {key: expected[key] for key in keys if key in expected}
 
 
 def _base_values(
-    weights: Mapping[Key, torch.Tensor],
-    positions: Mapping[Key, Positions],
+    weights: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    columns: torch.Tensor,
     dtype: torch.dtype,
     engines: Engines,
     gather: Gather | None,
-) -> dict[Key, torch.Tensor]:
-    """Return the base weights' values at the positions, in the engine's dtype, on every rank."""
-    values = {key: torch.full(each.rows.shape, torch.nan, dtype=torch.float64) for key, each in positions.items()}
-    blocks = engines.run_on_all_ranks(
-        lambda: {key: None if gather else held_block(weight) for key, weight in weights.items()}
-    )
+) -> torch.Tensor:
+    """Return the base weights' values at the positions, in the engine's dtype, on every rank: ``[layers, samples]``."""
+    values = torch.full(rows.shape, torch.nan, dtype=torch.float64)
+    blocks = engines.run_on_all_ranks(lambda: [None if gather else held_block(weight) for weight in weights])
 
-    def held() -> dict[Key, tuple[torch.Tensor, torch.Tensor]]:
-        inside: dict[Key, torch.Tensor] = {}
-        flat: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
-        for key, each in blocks.items():
-            if each is None:
-                continue
-            (rows, columns), local = each
-            row, column = positions[key].rows - rows.start, positions[key].columns - columns.start
-            here = ((row >= 0) & (row < rows.size) & (column >= 0) & (column < columns.size)).nonzero()[:, 0]
-            if len(here):
-                inside[key] = here
-                flat.append(local.reshape(-1))
-                places.append(row[here] * columns.size + column[here])
-        return {key: (inside[key], taken) for key, taken in zip(inside, _taken(flat, places), strict=True)}
+    def held() -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where this rank knows the value, and the values there."""
+        held_by_it = [(Span(0, 0), Span(0, 0)) if each is None else each[0] for each in blocks]
+        bounds = torch.tensor([(high.start, high.size, wide.start, wide.size) for high, wide in held_by_it])
+        first_row, row_count, first_column, column_count = (each[:, None] for each in bounds.T)
+        row, column = rows - first_row, columns - first_column
+        inside = (row >= 0) & (row < row_count) & (column >= 0) & (column < column_count)
+        places = row * column_count + column
+        chosen = [place for place, each in enumerate(inside.any(1).tolist()) if each]
+        local = [each[1].reshape(-1) for place in chosen if (each := blocks[place]) is not None]
+        taken = _taken(local, [places[place][inside[place]] for place in chosen])
+        return inside, torch.cat([each.to(dtype).double() for each in taken]) if taken else values.new_empty(0)
 
-    for rank in engines.ranks.gather(engines.run_on_all_ranks(held)):
-        for key, (here, taken) in rank.items():
-            values[key][here] = taken.to(dtype).double()
+    for inside, taken in engines.ranks.gather(engines.run_on_all_ranks(held)):
+        values[inside] = taken
 
-    def add(whole: dict[Key, torch.Tensor]) -> None:
-        for key, weight in whole.items():
-            place = positions[key].rows.to(weight.device), positions[key].columns.to(weight.device)
-            values[key] = as_rows(weight)[place].to(dtype).double().cpu()
+    def add(whole: dict[int, torch.Tensor]) -> None:
+        for place, weight in whole.items():
+            at = rows[place].to(weight.device), columns[place].to(weight.device)
+            values[place] = as_rows(weight)[at].to(dtype).double().cpu()
 
-    others = [[(key, weights[key])] for key, each in blocks.items() if each is None]
+    others = [[(place, weights[place])] for place, each in enumerate(blocks) if each is None]
     each_whole(others, add, engines.run_on_all_ranks, gather)
     return values
 

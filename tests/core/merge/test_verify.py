@@ -11,7 +11,7 @@ from sgld_lora_merge.merge import weight_sums
 from sgld_lora_merge.merge.kernels import word_sum
 from sgld_lora_merge.merge.spans import Span
 from sgld_lora_merge.merge.targets import Landing, Target
-from sgld_lora_merge.merge.verify import Piece, assemble, block_sums, sampled, sha256, within
+from sgld_lora_merge.merge.verify import Piece, assemble, block_sums, sampled, sha256, ulp, ulps, within
 from sgld_lora_merge.merge.weight_sums import WeightSum, read_sums, read_weight_sum, total_of
 
 
@@ -74,6 +74,12 @@ def test_ulps_are_those_of_the_dtype_at_the_live_value(dtype, ulp_of_one):
     assert within(-4.0, -4.0 - 4 * ulp_of_one, 1, dtype)
     assert within(1.0, 1.0, 0, dtype)
     assert not within(1.0, 1.0 + ulp_of_one, 0, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ulps_of_many_values_are_those_of_each(dtype):
+    values = torch.tensor([0.0, 1.0, -1.5, 2.0**-30, 1e-40, 65504.0, -0.1], dtype=torch.float64)
+    assert ulps(values, dtype).tolist() == [ulp(value, dtype) for value in values.tolist()]
 
 
 def test_a_value_of_zero_has_the_smallest_ulp():
