@@ -82,8 +82,7 @@ def compare_base(modules: Mapping[str, BaseWeights], engines: Engines, gather: G
     """Compare the base weights of every module with those of every engine. A collective.
 
     Layers that the engine does not have under these names are left out, and so are, with a warning, those that one side
-    has quantized.
-    Where the dtypes differ, both are rounded to the narrower one first.
+    has quantized. Where the dtypes differ, both are rounded to the narrower one first.
 
     Raises:
         BaseDiffers: they differ, and in which layers.
@@ -185,10 +184,9 @@ def held_block(weight: torch.Tensor) -> tuple[Block, torch.Tensor] | None:
     if not isinstance(weight, DTensor):
         rows = as_rows(weight)
         return Block(Span(0, rows.shape[0]), Span(0, rows.shape[1])), rows
-    dims = {each.dim for each in weight.placements if isinstance(each, Shard)}
-    if not all(type(each) in (Replicate, Shard) for each in weight.placements) or max(dims, default=0) > (
-        weight.ndim == 2
-    ):
+    cut = {each.dim for each in weight.placements if isinstance(each, Shard)}
+    plain = all(type(each) in (Replicate, Shard) for each in weight.placements)
+    if not plain or not cut <= ({0, 1} if weight.ndim == 2 else {0}):
         return None
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     local = weight.to_local()

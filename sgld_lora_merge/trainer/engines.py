@@ -134,12 +134,10 @@ def _status_of(transport: Transport) -> Answer | None:
 
 def _numbers(status: Answer) -> Iterator[int]:
     """Return the numbers among all versions that an engine tells of."""
-    each_module = status.get("modules", {}).values()
-    versions = [*each_module, *status.get("updates", [])]
-    named = [each.get("weight_version") for each in versions] + [
-        v for m in each_module for v in m.get("versions") or ()
-    ]
-    return (int(name) for name in named if isinstance(name, str) and _NUMBER.fullmatch(name))
+    modules = status["modules"].values()
+    named = {each.get("weight_version") for each in (*modules, *status["updates"])}
+    named.update(*(each.get("versions") or () for each in modules))
+    return (int(name) for name in named if name is not None and _NUMBER.fullmatch(name))
 
 
 def _commit(transport: Transport, update_id: str) -> Answer | str:
