@@ -86,5 +86,6 @@ def _order_of(transform: Transform, rows: int) -> tuple[Span, ...]:
 
 def _runs(numbers: torch.Tensor) -> tuple[Span, ...]:
     """Return the runs of consecutive numbers, int64 ``[count]``, in their order."""
-    starts = [0, *(numbers.diff().ne(1).nonzero().flatten() + 1).tolist(), len(numbers)]
-    return tuple(Span(0, stop - start).shifted(int(numbers[start])) for start, stop in pairwise(starts))
+    starts = [0, *(numbers.diff().ne(1).nonzero().flatten() + 1).tolist()]
+    sizes = [stop - start for start, stop in pairwise([*starts, len(numbers)])]
+    return tuple(Span(first, first + size) for first, size in zip(numbers[starts].tolist(), sizes, strict=True))
