@@ -34,9 +34,11 @@ from server_patches.layers import (
     takes_pairs,
     unwrapped,
 )
+from server_patches.load_order import checkpoint_columns, checkpoint_rows, reorder
 from server_patches.offload import HostWeights, host_weight
+from server_patches.stacked import stacked_projections, unstacked
 from sgld_lora_merge.adapter.known_pairs import layers_of
-from sgld_lora_merge.adapter.names import segments_of
+from sgld_lora_merge.adapter.names import is_flattened, segments_of
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.merge.branches import Branches
 from sgld_lora_merge.merge.spans import Span, swap_halves
@@ -53,7 +55,7 @@ from sgld_lora_merge.merge.targets import (
 
 Mode = Literal["merge", "dynamic", "auto"]
 Section = int | str | None
-_QKV = {"q": 0, "k": 1, "v": 2}
+_NAMED_SECTIONS = {"q": 0, "k": 1, "v": 2, "0": 0, "1": 1}  # Gemma's tables have numbers as text
 
 
 class EngineModule:
@@ -88,12 +90,14 @@ class EngineModule:
         self._dotted_names: dict[str, str] = {}
         mappings = (getattr(module, "lora_param_names_mapping", None), getattr(module, "param_names_mapping", None))
         tables = [mapping for mapping in mappings if mapping]
+        self._stacked = stacked_projections(module)
         self._mappings = [get_param_names_mapping(table) for table in tables]
         self._segments = segments_of(self._layers) | _words(pattern for table in tables for pattern in table)
 
     def land(self, layer: str) -> Landing | None:
         if layer not in self._landings:
-            self._landings[layer] = self._find(self._dotted(layer))
+            # sglang loads adapters in kohya format without a change of their rows, which are in its own order
+            self._landings[layer] = self._find(self._dotted(layer), in_checkpoint_order=not is_flattened(layer))
         return self._landings[layer]
 
     def weight(self, name: str) -> torch.Tensor:
@@ -142,13 +146,14 @@ class EngineModule:
             self._dotted_names[layer] = dotted_name(layer, self._segments, self._find)
         return self._dotted_names[layer]
 
-    def _find(self, layer: str) -> Landing | None:
+    def _find(self, layer: str, in_checkpoint_order: bool = True) -> Landing | None:
         for name, section in self._candidates(layer):
             found = self._layers.get(name)
             if found is not None and takes_pairs(found):
                 self._refuse_permuted(layer, name)
                 self._refuse_copied(name)
-                return self._landing(name, found, section, _swaps_halves(layer, name))
+                reordered = in_checkpoint_order and section is None
+                return self._landing(name, found, section, reordered, _swaps_halves(layer, name))
         if layer in self._layers:
             raise not_mergeable(self._layers[layer])
         return None
@@ -158,6 +163,7 @@ class EngineModule:
         yield layer, None
         yield self._from_disk(layer)
         yield self._mapped(layer, ".weight")
+        yield from unstacked(layer, self._stacked, self._module)
 
     def _from_disk(self, layer: str) -> tuple[str, Section]:
         return self._mapped(layer, ".lora_A")
@@ -188,20 +194,23 @@ class EngineModule:
     def _owner(self, weight: str) -> Any:
         return self._layers[weight.removesuffix(".weight")]
 
-    def _landing(self, name: str, layer: Any, section: Section, swapped: bool) -> Landing:
+    def _landing(self, name: str, layer: Any, section: Section, reordered: bool, swapped: bool) -> Landing:
         weight = f"{name}.weight"
         dynamic = self._is_dynamic(name, layer)
         kernel = kernel_of(layer)
         rows, cols, shards = partition(layer)
         sections = [LayerSection(*row) for row in rows]
         in_features = sum(size for size, _ in cols)
-        a_cols = tuple(span.shifted(offset) for (_, span), offset in zip(cols, offsets_of(cols), strict=True))
+        a_cols = checkpoint_columns(layer, in_features) or tuple(
+            span.shifted(offset) for (_, span), offset in zip(cols, offsets_of(cols), strict=True)
+        )
         chosen = range(len(sections)) if section is None else [_section_index(section, len(sections))]
         whole = sum(sections[i].out_features for i in chosen)
+        order = checkpoint_rows(self._module, name, layer, whole) if reordered else (Span(0, whole),)
         targets, b_offset = [], 0
         local = [0, *accumulate(s.source.size for s in sections)]
         for i in chosen:
-            b_rows = (sections[i].source.shifted(b_offset),)
+            b_rows = reorder([sections[i].source.shifted(b_offset)], order)
             b_offset += sections[i].out_features
             distinct = shards // sections[i].replicas
             targets.append(
@@ -249,7 +258,7 @@ def _words(patterns: Iterable[str]) -> set[str]:
 
 
 def _section_index(section: int | str, count: int) -> int:
-    index = _QKV.get(section, -1) if isinstance(section, str) else section
+    index = _NAMED_SECTIONS.get(section, -1) if isinstance(section, str) else section
     if not 0 <= index < count:
         raise CannotLand(f"the name maps to section {section!r} of a layer of {count} sections")
     return index
