@@ -18,7 +18,7 @@ from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.peft_config import PeftScales, keeps_base, variant_faults
 from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some, summarise
-from sgld_lora_merge.wire.schema import DEFAULT_MODULE
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE, Alpha
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -27,12 +27,12 @@ COMPONENT = f"{DEFAULT_MODULE}."  # diffusers' pipelines put the module's name i
 _PIPELINE_PART = re.compile(r"(transformer|unet|text_encoder|connectors)(_\d+)?")  # what pipelines put LoRA on
 
 
-def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
+def load_pairs(path: Path, alpha: Alpha | None = None) -> tuple[Pair, ...]:
     """Return the pairs of an adapter, sorted by layer, each with its whole scale.
 
     Args:
         path: a folder that PEFT saved, or a safetensors file.
-        alpha: of the layers for which the adapter itself says none.
+        alpha: of the layers for which the adapter itself says none; "rank" is each one's own rank.
 
     Raises:
         LoraMergeError: there is no such adapter, it is of a kind that is not merged, or something in it is wrong; the
@@ -61,7 +61,10 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
     unsaid = [each for each in zip(pairing.pairs, component_of, strict=True) if each[0].layer not in said]
     silent = [pair.layer for pair, component in unsaid if component is None]
     if silent and alpha is None:
-        raise LoraMergeError(f"{file} says no alpha for {name_some(silent)}: say it with --alpha")
+        raise LoraMergeError(
+            f"{file} says no alpha for {name_some(silent)}: say it with --alpha NUMBER, or with "
+            "--alpha rank if scale 1.0 is meant, as by ComfyUI for a file that says none"
+        )
     if scales and alpha is not None and not silent:
         alphas = ", ".join(f"{each.alpha:g}" for each in scales.values())
         raise LoraMergeError(f"{path} says its alpha itself, {alphas}: leave out --alpha")

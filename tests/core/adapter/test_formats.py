@@ -191,8 +191,16 @@ def test_alpha_is_for_layers_of_which_the_file_says_none(tmp_path):
     tensors = {f"{layer}.lora_{side}": each for layer in "xy" for side, each in (("A", A), ("B", B))}
     path = written(tmp_path, tensors, {"layer_scaling": '{"y": 5.0}'})
     assert [pair.scale for pair in load_pairs(path, alpha=6)] == [3.0, 5.0]
-    with pytest.raises(LoraMergeError, match="says no alpha for x: say it with --alpha"):
+    with pytest.raises(LoraMergeError, match="says no alpha for x: say it with --alpha NUMBER, or with --alpha rank"):
         load_pairs(path)
+
+
+def test_alpha_may_be_each_layers_own_rank_where_the_file_says_none(tmp_path):
+    """Ranks 4 and 2: no number gives both the scale 1.0."""
+    tensors = {"x.lora_A": torch.randn(4, 6), "x.lora_B": torch.randn(4, 4), "y.lora_A": A, "y.lora_B": B}
+    tensors |= {"z.lora_A": A, "z.lora_B": B, "z.alpha": torch.tensor(6.0)}
+    pairs = load_pairs(written(tmp_path, tensors), alpha="rank")
+    assert [(pair.layer, pair.rank, pair.scale) for pair in pairs] == [("x", 4, 1.0), ("y", 2, 1.0), ("z", 2, 3.0)]
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):

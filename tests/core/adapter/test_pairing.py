@@ -435,8 +435,24 @@ def test_an_alpha_may_be_required_and_then_any_source_of_it_will_do():
 
     pairing = pair_up(named, layer_scaling={"z": 1.0}, alpha_required=True)
 
-    assert [fault.split(":")[0] for fault in pairing.faults] == ["'x' has no alpha"]
+    assert pairing.faults == (
+        "no alpha for x: PEFT keeps it in adapter_config.json; add lora_alpha=NUMBER to the query, or lora_alpha=rank "
+        "if scale 1.0 is meant, as by ComfyUI for a file that says none",
+    )
     assert pair_up(named, alpha=1, alpha_required=True).faults == ()
+
+
+def test_alpha_may_be_each_layers_own_rank_except_where_the_file_says_one():
+    named = [*sides("x", rank=4), *sides("y", rank=2), *sides("z", rank=4), ("z.alpha", torch.tensor(2.0))]
+
+    pairing = pair_up(named, alpha="rank", layer_scaling={"y": 3.0}, alpha_required=True)
+
+    assert pairing.faults == ()
+    assert [(pair.rank, pair.scale) for pair in pairing.pairs] == [(4, 1.0), (2, 3.0), (4, 0.5)]
+    mixed = [*sides("x", rank=4), *sides("y", rank=2)]
+    for _ in range(2):  # the second time of a known signature
+        assert [pair.scale for pair in pair_up(mixed, alpha="rank").pairs] == [1.0, 1.0]
+        assert [pair.scale for pair in pair_up(mixed, alpha=4.0).pairs] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
