@@ -236,9 +236,9 @@ def test_a_second_alpha_is_refused(tmp_path):
 
 
 def test_a_file_that_is_none_is_named(tmp_path):
-    (tmp_path / "adapter_model.bin").write_bytes(b"a pickle")
-    with pytest.raises(LoraMergeError, match=r"adapter_model.bin: this is not a safetensors file"):
-        load_pairs(tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter").write_bytes(b"a picture")
+    with pytest.raises(LoraMergeError, match=r"adapter: this is not a safetensors file"):
+        load_pairs(tmp_path / "adapter")
 
 
 def test_a_path_without_an_adapter_is_named(tmp_path):
