@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sgld_lora_merge.adapter.known_pairs import BucketPairs, known_pairs, pairs_at, remember, signature_of
-from sgld_lora_merge.adapter.names import ALPHA, layer_name, parse_name
+from sgld_lora_merge.adapter.names import ALPHA, OtherKindError, layer_name, other_kind, parse_name
 from sgld_lora_merge.adapter.pairs import Pair, Pairing, run_of
 from sgld_lora_merge.adapter.precision import checked_scale, scale_of
 from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some, shape_in_short
@@ -122,6 +122,7 @@ def _group(
     """Return layer -> side -> tensor, and layer -> alpha entry; append faults of single tensors to ``faults``."""
     halves: dict[str, dict[str, _Half]] = {}
     alphas: dict[str, float] = {}
+    others: dict[str, dict[str, str]] = {}
     for name, tensor in named:
         try:
             parsed = parse_name(name)
@@ -130,6 +131,9 @@ def _group(
                     raise RequestError(f"{in_short(name)} is the second alpha entry of its layer")
                 alphas[parsed.layer] = _alpha(name, tensor)
                 continue
+        except OtherKindError as error:
+            others.setdefault(error.kind, {})[name] = error.layer
+            continue
         except RequestError as error:
             faults.extend(error.faults)
             continue
@@ -145,6 +149,11 @@ def _group(
             faults.append(f"{in_short(name)} has shape {shape_in_short(tensor.shape)}; {expected}")
         elif tensor.numel() == 0:
             faults.append(f"{in_short(name)} is empty: shape {shape_in_short(tensor.shape)}")
+    for kind, layers in others.items():
+        faults.append(other_kind(list(layers), kind))
+        for layer in layers.values():
+            if layer not in halves:  # that its alpha has no pair is no fault of its own
+                alphas.pop(layer, None)
     return halves, alphas
 
 

@@ -104,8 +104,8 @@ def _places(index: Path) -> dict[str, str]:
         raise LoraMergeError(f"{index.parent} lacks {name_some(missing)}, of which its index says tensors")
     if wrong := [name for name in shards if _shards_with(name) != len(shards)]:
         raise LoraMergeError(
-            f"{index} names {len(shards)} shards, and {cut(wrong[0])} is one of {_shards_with(wrong[0])}: the others are "
-            "not in it"
+            f"{index} names {len(shards)} shards, and {cut(wrong[0])} is one of {_shards_with(wrong[0])}: the others "
+            "are not in it"
         )
     return places
 

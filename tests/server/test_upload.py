@@ -148,6 +148,16 @@ def test_alpha_may_be_each_layers_own_rank(zimage):
     zimage.holds(zimage.expect(adapter, 1.0))
 
 
+def test_another_kind_of_adapter_is_refused_by_what_it_is(zimage):
+    checksum = zimage.checksum()
+    named = [(f"layers.{block}.attention.to_q.lokr_w1", torch.ones(2, 2)) for block in (0, 1)]
+    for answer in (upload(zimage, save(dict(named)), lora_alpha=6), zimage.update(named)):
+        assert answer.status_code == 400
+        told = "layers.0.attention.to_q.lokr_w1, layers.1.attention.to_q.lokr_w1 are LoKr, of which no pair can be made"
+        assert told in answer.json()["message"]
+    assert zimage.checksum() == checksum
+
+
 @pytest.mark.parametrize(
     ("content", "query", "status", "named"),
     [

@@ -211,6 +211,41 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):
         assert f"{path}: {told}" in str(caught.value)
 
 
+OTHER_KINDS = {
+    "LoKr": ["lokr_w1", "lokr_w2_a", "lokr_w2_b"],
+    "LoHa": ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
+    "OFT": ["oft_blocks", "oft_r.default.weight", "oft_R.weight"],
+    "VeRA": ["vera_lambda_b", "vera_lambda_d.default"],
+    "LoCon with a middle matrix": ["lora_mid.weight"],
+    "DoRA": ["dora_scale", "lora_magnitude_vector.default.weight"],
+    "AdaLoRA": ["lora_E"],
+    "IA3": ["ia3_l", "on_input"],
+    "GLoRA": ["a1.weight", "a2.weight", "b1.weight", "b2.weight"],
+    "a full difference of a weight or a bias": ["diff", "diff_b", "set_weight", "w_norm", "b_norm"],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_are_refused_by_what_they_are(tmp_path, kind):
+    """In one sentence for all their tensors; that their alphas have no pair is none of its own."""
+    names = [f"{layer}.{tail}" for layer in ("lora_unet_x", "y") for tail in OTHER_KINDS[kind]]
+    tensors = dict.fromkeys([*names, "lora_unet_x.alpha"], torch.ones(2, 2)) | {"lora_unet_x.alpha": torch.ones(())}
+    path = written(tmp_path, tensors | {"z.lora_A": A, "z.lora_B": B})
+    with pytest.raises(LoraMergeError) as caught:
+        load_pairs(path, alpha=1)
+    told, _, advice = (
+        str(caught.value).removeprefix(f"{path}: ").partition(f" are {kind}, of which no pair can be made: ")
+    )
+    assert sorted(told.split(", ")) == sorted(names)
+    assert advice == "merge it in the trainer or by the tool that made it, and send full weights"
+
+
+def test_of_many_tensors_of_another_kind_ten_are_named(tmp_path):
+    path = written(tmp_path, {f"x.{number:02}.lokr_w1": B for number in range(12)})
+    with pytest.raises(LoraMergeError, match=r"x[.]00[.]lokr_w1, .*, x[.]09[.]lokr_w1 and 2 more are LoKr, of which"):
+        load_pairs(path)
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -111,6 +111,9 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
         ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
         ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
         ("to_q.dora_scale", "DoRA"),
+        ("lora_unet_to_q.lokr_w1", "is LoKr, of which no pair can be made"),
+        ("vera_A", "VeRA"),
+        ("to_q.boft_s", "OFT"),
         ("to_q.lora_B.bias", "bias"),
         ("to_q.lora_B.default.bias", "bias"),
         ("to_q.lora_bias", "bias"),
@@ -133,6 +136,12 @@ def test_any_other_name_is_refused_by_name_and_by_what_it_is(name, what):
 
     assert repr(name) in fault
     assert what in fault
+
+
+@pytest.mark.parametrize("adapter", ["a1", "diff", "dora_scale", "lokr_w1"])
+def test_an_adapter_may_be_called_like_another_kind(adapter):
+    assert faults_of(sides(suffix=f".{adapter}.weight")) == ()
+    assert faults_of(sides("blocks.hada_w1.b1")) == ()
 
 
 # pairs
