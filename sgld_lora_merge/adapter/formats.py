@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,33 +16,33 @@ from sgld_lora_merge.adapter.names import layer_name
 from sgld_lora_merge.adapter.pairing import pair_up
 from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.peft_config import PeftScales, keeps_base, variant_faults
+from sgld_lora_merge.adapter.weight_files import CONFIG, PICKLES, check_shard, pickle_advice, read_json, weight_files
 from sgld_lora_merge.errors import LoraMergeError, RequestError, name_some, summarise
-from sgld_lora_merge.wire.schema import DEFAULT_MODULE
+from sgld_lora_merge.wire.schema import DEFAULT_MODULE, Alpha
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"  # diffusers puts PEFT's config there, as JSON
 COMPONENT = f"{DEFAULT_MODULE}."  # diffusers' pipelines put the module's name in front
 _PIPELINE_PART = re.compile(r"(transformer|unet|text_encoder|connectors)(_\d+)?")  # what pipelines put LoRA on
 
 
-def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
+def load_pairs(path: Path, alpha: Alpha | None = None) -> tuple[Pair, ...]:
     """Return the pairs of an adapter, sorted by layer, each with its whole scale.
 
     Args:
-        path: a folder that PEFT saved, or a safetensors file.
-        alpha: of the layers for which the adapter itself says none.
+        path: a folder that PEFT saved, in one file or in shards, or a safetensors file.
+        alpha: of the layers for which the adapter itself says none; "rank" is each one's own rank.
 
     Raises:
         LoraMergeError: there is no such adapter, it is of a kind that is not merged, or something in it is wrong; the
             message says all that is.
     """
-    file, config = _find(path)
-    try:
-        named, own = read_adapter(str(file))
-    except RequestError as error:
-        raise LoraMergeError(f"{file}: {error}") from error
-    configs = _configs_of(file) if config is None else {"": config}
+    files, index = weight_files(path)
+    file = files[0] if len(files) == 1 else path
+    named, own = _read(files, index)
+    if path.is_file():
+        configs = _configs_of(file)
+    else:
+        configs = {"": read_json((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))}
     front = COMPONENT if all(name.startswith(COMPONENT) for name, _ in named) else ""
     named = [(name.removeprefix(front), tensor) for name, tensor in named]
     own = {layer.removeprefix(front): scale for layer, scale in own.items()}
@@ -61,7 +60,10 @@ def load_pairs(path: Path, alpha: float | None = None) -> tuple[Pair, ...]:
     unsaid = [each for each in zip(pairing.pairs, component_of, strict=True) if each[0].layer not in said]
     silent = [pair.layer for pair, component in unsaid if component is None]
     if silent and alpha is None:
-        raise LoraMergeError(f"{file} says no alpha for {name_some(silent)}: say it with --alpha")
+        raise LoraMergeError(
+            f"{file} says no alpha for {name_some(silent)}: say it with --alpha NUMBER, or with "
+            "--alpha rank if scale 1.0 is meant, as by ComfyUI for a file that says none"
+        )
     if scales and alpha is not None and not silent:
         alphas = ", ".join(f"{each.alpha:g}" for each in scales.values())
         raise LoraMergeError(f"{path} says its alpha itself, {alphas}: leave out --alpha")
@@ -90,16 +92,20 @@ def named_tensors(pairs: Sequence[Pair]) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.contiguous()) for name, tensor in named]
 
 
-def _find(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the file with the tensors, and PEFT's config beside it."""
-    if path.is_file():
-        return path, None
-    if not path.exists():
-        raise LoraMergeError(f"{path} does not exist")
-    for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            raise LoraMergeError(f"{path} has no {name}: save the adapter with PEFT's save_pretrained, or name a file")
-    return path / WEIGHTS, _read_json((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
+def _read(files: Sequence[Path], index: Mapping[str, str]) -> tuple[list[tuple[str, torch.Tensor]], dict[str, float]]:
+    """Return the named tensors of an adapter's files, and the whole scales of layers that their metadata has."""
+    named: list[tuple[str, torch.Tensor]] = []
+    scaling: dict[str, float] = {}
+    for file in files:
+        try:
+            tensors, own = read_adapter(str(file))
+        except RequestError as error:
+            raise LoraMergeError(pickle_advice(file) if file.suffix in PICKLES else f"{file}: {error}") from error
+        if index:
+            check_shard(file, [name for name, _ in tensors], index)
+        named += tensors
+        scaling |= own
+    return named, scaling
 
 
 def _configs_of(file: Path) -> dict[str, dict[str, Any]]:
@@ -110,7 +116,7 @@ def _configs_of(file: Path) -> dict[str, dict[str, Any]]:
     with safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(METADATA)
     configs: dict[str, dict[str, Any]] = {}
-    for key, value in ({} if text is None else _read_json(text, f"{METADATA} of {file}")).items():
+    for key, value in ({} if text is None else read_json(text, f"{METADATA} of {file}")).items():
         component, _, field = key.rpartition(".")
         configs.setdefault(component, {})[field] = value
     return configs
@@ -125,16 +131,6 @@ def _components(layers: Sequence[str], configs: Collection[str]) -> list[str | N
     without = not any(first in configs or _PIPELINE_PART.fullmatch(first) for first in split)
     rest = "" if "" in configs else DEFAULT_MODULE if without and DEFAULT_MODULE in configs else None
     return [first if first in configs else rest for first in split]
-
-
-def _read_json(text: str, source: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise LoraMergeError(f"{source} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise LoraMergeError(f"{source} is not a JSON object")
-    return content
 
 
 def _scales(config: Mapping[str, Any], source: str) -> PeftScales:

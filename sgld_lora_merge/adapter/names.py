@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgld_lora_merge.errors import RequestError, in_short
+from sgld_lora_merge.errors import RequestError, in_short, name_some
 from sgld_lora_merge.wire.limits import check_name
 
 LONGEST_REMEMBERED = 256  # characters of a name whose parts are kept for the next update
@@ -22,12 +22,23 @@ _SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 ALPHA = "alpha"
 # Names that other trainers write and that must not be dropped in silence: pattern, what it is.
 _REFUSED_NAMES = (
-    (re.compile(r"lora_magnitude_vector|\.dora_scale$"), "a DoRA magnitude; DoRA is not a low-rank update"),
-    (re.compile(r"\.lora_bias$|\.bias$|\.diff_b$"), "a bias; it is not merged"),
-    (re.compile(r"\.diff$|\.set_weight$"), "a full difference; send it as a full-weight update"),
+    (re.compile(r"\.lora_bias$|\.bias$"), "a bias; it is not merged"),
     (re.compile(r"\.lora_embedding_[AB](\.|$)"), "of an nn.Embedding; linear layers and convolutions are merged"),
     (re.compile(r"^lora_te\d?_"), "of a text encoder in kohya format; send that module's layers under dotted names"),
 )  # fmt: skip
+# What follows the layer in the names of other kinds of update (names of PEFT, LyCORIS and kohya), and the kind.
+_OTHER_KINDS = (
+    (re.compile(r"\.lokr_"), "LoKr"),
+    (re.compile(r"\.hada_"), "LoHa"),
+    (re.compile(r"\.b?oft_(blocks|diag|[rRsS])(\.|$)"), "OFT"),
+    (re.compile(r"(^|\.)vera_(lambda_[bd]|[AB])(\.|$)"), "VeRA"),
+    (re.compile(r"\.lora_mid(\.|$)"), "LoCon with a middle matrix"),
+    (re.compile(r"\.lora_magnitude_vector(\.|$)|\.dora_scale$"), "DoRA"),
+    (re.compile(r"\.(lora_E|ranknum)(\.|$)"), "AdaLoRA"),
+    (re.compile(r"\.ia3_l(\.|$)|\.on_input$"), "IA3"),
+    (re.compile(r"\.(a1|a2|b1|b2|bm1|bm2)\.weight$"), "GLoRA"),
+    (re.compile(r"\.(diff|diff_b|set_weight|w_norm|b_norm)$"), "a full difference of a weight or a bias"),
+)
 KOHYA_PREFIXES = ("lora_unet_", "lora_transformer_")
 MOST_WORDS = 24  # between underscores; real names have up to 15, and the spellings may double with every word
 KOHYA_ADVICE = (
@@ -49,10 +60,35 @@ class LoraName:
     adapter: str
 
 
+class OtherKindError(RequestError):
+    """A tensor is of another kind of update, which no pair stands for.
+
+    Attributes:
+        layer: the layer prefix.
+        kind: what the kind is called.
+    """
+
+    def __init__(self, name: str, layer: str, kind: str) -> None:
+        super().__init__(other_kind([name], kind))
+        self.layer = layer
+        self.kind = kind
+
+
+def other_kind(names: Sequence[str], kind: str) -> str:
+    """Return the sentence that refuses all tensors of another kind."""
+    shown = in_short(names[0]) if len(names) == 1 else name_some(names)
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"{shown} {verb} {kind}, of which no pair can be made: merge it in the trainer or by the tool that made it, "
+        "and send full weights"
+    )
+
+
 def parse_name(name: str) -> LoraName:
     """Take a LoRA tensor name apart.
 
     Raises:
+        OtherKindError: a tensor of another kind of update.
         RequestError: any other name; the message holds it, and says what it is where that is known.
     """
     check_name(name)
@@ -68,6 +104,9 @@ def _parsed(name: str) -> LoraName:
         return LoraName(layer_name(name.removesuffix(".alpha")), ALPHA, "")
     match = None if "\n" in name else _SIDE.search(name, 1)
     if match is None:
+        for pattern, kind in _OTHER_KINDS:
+            if (found := pattern.search(name)) is not None:
+                raise OtherKindError(name, layer_name(name[: found.start()]), kind)
         raise RequestError(f"{in_short(name)} is not named <layer>.lora_A or <layer>.lora_B")
     adapter = name[match.end() :].removeprefix(".")
     adapter = "" if adapter == "weight" else adapter.removesuffix(".weight")

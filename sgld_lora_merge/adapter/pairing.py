@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 
 from sgld_lora_merge.adapter.known_pairs import BucketPairs, known_pairs, pairs_at, remember, signature_of
-from sgld_lora_merge.adapter.names import ALPHA, layer_name, parse_name
+from sgld_lora_merge.adapter.names import ALPHA, OtherKindError, layer_name, other_kind, parse_name
 from sgld_lora_merge.adapter.pairs import Pair, Pairing, run_of
 from sgld_lora_merge.adapter.precision import checked_scale, scale_of
 from sgld_lora_merge.errors import Faults, RequestError, in_short, name_some, shape_in_short
 from sgld_lora_merge.wire.bucket import Bucket
 from sgld_lora_merge.wire.layout import DTYPES
+from sgld_lora_merge.wire.schema import Alpha
 
 DIMENSIONS = range(2, 6)  # a linear layer's two, and up to three more for the kernel of a convolution
 ALPHA_DTYPES = {dtype for dtype in DTYPES.values() if not dtype.is_complex}
@@ -24,7 +25,7 @@ PAIR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def pair_up(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     *,
-    alpha: float | None = None,
+    alpha: Alpha | None = None,
     rank: int | None = None,
     layer_scaling: Mapping[str, float] | None = None,
     alpha_required: bool = False,
@@ -36,7 +37,7 @@ def pair_up(
 
     Args:
         named_tensors: names as in `parse_name`, in any order.
-        alpha: scale is alpha / rank; None means alpha = rank. A layer's own ``.alpha`` entry goes before it.
+        alpha: scale is alpha / rank; "rank" and None mean alpha = rank. A layer's own ``.alpha`` entry goes before it.
         rank: must be the rank of every pair without a scale of its own; None checks nothing.
         layer_scaling: layer prefix -> the whole scale of that layer, in place of any alpha / rank.
         alpha_required: a layer whose alpha nothing says is a fault, instead of alpha = rank.
@@ -71,6 +72,12 @@ def _pair_up(named: Sequence[tuple[str, torch.Tensor]], scaling: _Scaling) -> tu
             pairs.append(_make_pair(layer, halves[layer], functools.partial(scaling.of, own_alpha=alphas.get(layer))))
         except RequestError as error:
             faults.extend(error.faults)
+    said = scaling.own_scales.keys() | alphas.keys()
+    if scaling.alpha is None and scaling.alpha_required and (silent := sorted(halves.keys() - said)):
+        faults.append(
+            f"no alpha for {name_some(silent)}: PEFT keeps it in adapter_config.json; add lora_alpha=NUMBER to the "
+            "query, or lora_alpha=rank if scale 1.0 is meant, as by ComfyUI for a file that says none"
+        )
     if lone := sorted(alphas.keys() - halves.keys()):
         faults.append(f"alpha entries of layers that have no pair: {name_some(lone)}")
     if not halves and not faults:
@@ -90,7 +97,7 @@ class _Half(NamedTuple):
 class _Scaling(NamedTuple):
     """What a request says of scales, besides alpha entries."""
 
-    alpha: float | None
+    alpha: Alpha | None
     rank: int | None
     own_scales: Mapping[str, float]
     alpha_required: bool
@@ -104,10 +111,6 @@ class _Scaling(NamedTuple):
             return checked_scale(self.own_scales[layer], f"layer_scaling of {in_short(layer)}")
         if own_alpha is not None:
             return checked_scale(own_alpha / rank, f"the alpha entry {own_alpha} of {in_short(layer)} over rank {rank}")
-        if self.alpha is None and self.alpha_required:
-            raise RequestError(
-                f"{in_short(layer)} has no alpha: PEFT keeps it in adapter_config.json; add lora_alpha to the query"
-            )
         if self.rank is not None and self.rank != rank:
             raise RequestError(f"{in_short(layer)} has rank {rank}, the request says lora_rank {self.rank}")
         return scale_of(self.alpha, rank)
@@ -119,6 +122,7 @@ def _group(
     """Return layer -> side -> tensor, and layer -> alpha entry; append faults of single tensors to ``faults``."""
     halves: dict[str, dict[str, _Half]] = {}
     alphas: dict[str, float] = {}
+    others: dict[str, dict[str, str]] = {}
     for name, tensor in named:
         try:
             parsed = parse_name(name)
@@ -127,6 +131,9 @@ def _group(
                     raise RequestError(f"{in_short(name)} is the second alpha entry of its layer")
                 alphas[parsed.layer] = _alpha(name, tensor)
                 continue
+        except OtherKindError as error:
+            others.setdefault(error.kind, {})[name] = error.layer
+            continue
         except RequestError as error:
             faults.extend(error.faults)
             continue
@@ -142,6 +149,11 @@ def _group(
             faults.append(f"{in_short(name)} has shape {shape_in_short(tensor.shape)}; {expected}")
         elif tensor.numel() == 0:
             faults.append(f"{in_short(name)} is empty: shape {shape_in_short(tensor.shape)}")
+    for kind, layers in others.items():
+        faults.append(other_kind(list(layers), kind))
+        for layer in layers.values():
+            if layer not in halves:  # that its alpha has no pair is no fault of its own
+                alphas.pop(layer, None)
     return halves, alphas
 
 

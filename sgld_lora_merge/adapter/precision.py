@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from sgld_lora_merge.errors import RequestError
 from sgld_lora_merge.settings import PRECISION_VARIABLE, settings_from
+from sgld_lora_merge.wire.schema import Alpha
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -34,15 +35,17 @@ def precision_from_environment(environ: Mapping[str, str] = os.environ) -> Preci
     return Precision(settings_from({PRECISION_VARIABLE: environ.get(PRECISION_VARIABLE, "")}).precision)
 
 
-def scale_of(alpha: float | None, rank: int) -> float:
-    """Return ``alpha / rank`` in float64 (LoRA, Hu et al. 2021, section 4.1); no alpha means alpha = rank, so 1.0.
+def scale_of(alpha: Alpha | None, rank: int) -> float:
+    """Return ``alpha / rank`` in float64 (LoRA, Hu et al. 2021, section 4.1); "rank" and None mean alpha = rank: 1.0.
 
     The value is applied as a float32.
 
     Raises:
         RequestError: the scale is not finite as a float32.
     """
-    return checked_scale(1.0 if alpha is None else alpha / rank, f"lora_alpha {alpha} over rank {rank}")
+    if alpha is None or isinstance(alpha, str):
+        return 1.0
+    return checked_scale(alpha / rank, f"lora_alpha {alpha} over rank {rank}")
 
 
 def checked_scale(scale: float, origin: str) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 
 from sgld_lora_merge.adapter.families import load_families
 from sgld_lora_merge.adapter.formats import load_pairs
+from sgld_lora_merge.adapter.pairs import Pair
 from sgld_lora_merge.adapter.precision import Precision
 from sgld_lora_merge.cli import doctor as checks
 from sgld_lora_merge.cli import pushing, show
@@ -27,7 +28,15 @@ from sgld_lora_merge.errors import LoraMergeError, name_some
 from sgld_lora_merge.trainer.answers import ShownStatus, UpdateShown
 from sgld_lora_merge.trainer.expected import DTYPES
 from sgld_lora_merge.trainer.transport import Answer, HttpTransport, SyncError, UploadTransport, accepted
-from sgld_lora_merge.wire.schema import DEFAULT_ADAPTER, DEFAULT_MODULE, RESET_ROUTE, ROLLBACK_ROUTE, STATUS_ROUTE
+from sgld_lora_merge.wire.schema import (
+    ALPHA_IS_RANK,
+    DEFAULT_ADAPTER,
+    DEFAULT_MODULE,
+    RESET_ROUTE,
+    ROLLBACK_ROUTE,
+    STATUS_ROUTE,
+    parse_alpha,
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -52,7 +61,12 @@ AdapterPath = Annotated[
     ),
 ]
 Alpha = Annotated[
-    float | None, typer.Option(help="For a file that does not say its alpha; the scale of a layer is alpha / rank.")
+    str | None,
+    typer.Option(
+        metavar=f"NUMBER|{ALPHA_IS_RANK}",
+        help="For layers of which the adapter does not say its alpha; the scale of a layer is alpha / rank. "
+        f'"{ALPHA_IS_RANK}" is each layer\'s own rank, so scale 1.0.',
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Base = Annotated[
@@ -169,7 +183,7 @@ def push(
     """
     if verify and base is None:
         raise LoraMergeError("--verify needs --base: what a layer must be is computed from its base weight")
-    update = pushing.PushedAdapter(load_pairs(path, alpha), module, adapter, version or path.resolve().stem)
+    update = pushing.PushedAdapter(_load(path, alpha), module, adapter, version or path.resolve().stem)
     engine = connect(url, upload=not ipc)
     modules = status(engine)["modules"]
     mapped = pushing.mapping(engine, update) if dry_run or verify or ipc else []
@@ -218,7 +232,7 @@ def inspect(
         raise LoraMergeError(f"there is no family {family!r}; there are {', '.join(families)}")
     known = families[family] if family is not None else None
     found = report(
-        load_pairs(path, alpha),
+        _load(path, alpha),
         known.target_modules if known else None,
         BaseWeights(base, module) if base is not None else None,
         DTYPES[known.forward_dtype] if known else None,
@@ -258,6 +272,15 @@ def status(engine: HttpTransport) -> Answer:
                 f"{engine.url} is an engine without sgld-lora-merge: run doctor where it runs"
             ) from error
         raise
+
+
+def _load(path: Path, alpha: str | None) -> Sequence[Pair]:
+    """Return the pairs of an adapter; a wrong alpha is a wrong argument."""
+    try:
+        said = None if alpha is None else parse_alpha(alpha)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--alpha") from error
+    return load_pairs(path, said)
 
 
 def _print(as_json: bool, content: dict[str, Any], show_content: Callable[[Console, dict[str, Any]], None]) -> None:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    Strict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from sgld_lora_merge.errors import SHOWN_FAULTS, LoraMergeError, RequestError, cut, in_short, summarise
@@ -37,12 +48,16 @@ RESOLVE_ROUTE = "/lora_merge/resolve"
 STATUS_ROUTE = "/lora_merge/status"
 METRICS_ROUTE = "/lora_merge/metrics"
 
+ALPHA_IS_RANK: Final = "rank"  # stands where an alpha may: each layer's own rank, so that its scale is 1.0
+Alpha = float | Literal["rank"]
+
 MergeMode = Literal["merge", "dynamic", "mixed"]
 Model = TypeVar("Model", bound=BaseModel)
 
 
 LONGEST_FINGERPRINT = 48 * MOST_MODULES  # characters of one payload's
 _BEYOND_LIMIT = "beyond_limit"  # the type of pydantic errors that are answered with 400
+_RANK_MEANS = "alpha is each layer's own rank, so that its scale is 1.0"
 Value = TypeVar("Value")
 
 
@@ -92,6 +107,36 @@ def _short_name(name: str) -> str:
     return name
 
 
+def parse_alpha(text: str) -> Alpha:
+    """Return the alpha that a text says.
+
+    Raises:
+        ValueError: it is neither a number nor "rank"; the message says both.
+    """
+    if text == ALPHA_IS_RANK:
+        return ALPHA_IS_RANK
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f'{in_short(text)} is neither a number nor "rank" ({_RANK_MEANS})') from None
+
+
+def _alpha(value: Any, handler: ValidatorFunctionWrapHandler) -> Alpha:
+    """Check an alpha: a text that says none is a wrong value, anything else that is no number a wrong type."""
+    try:
+        checked: Alpha = handler(value)
+    except ValidationError:
+        kind = "alpha_type"
+        if isinstance(value, str):
+            try:
+                parse_alpha(value)  # "16" where a number is asked for is a wrong type
+            except ValueError:
+                kind = _BEYOND_LIMIT
+        template = f'a number is needed, or "rank" ({_RANK_MEANS})'
+        raise PydanticCustomError(kind, template) from None
+    return checked
+
+
 class _FirstFault(FailFast):
     """Stop at the first wrong item of a list. pydantic's own cannot be hashed, as a part of a union must be."""
 
@@ -99,6 +144,7 @@ class _FirstFault(FailFast):
 
 
 Label = Annotated[str, AfterValidator(_label)]
+_Alpha = Annotated[Alpha, WrapValidator(_alpha)]
 _Labels = Annotated[list[Label], _FirstFault(), BeforeValidator(_at_most(MOST_MODULES, "entries"))]
 _Payloads = Annotated[list[str], _FirstFault(), BeforeValidator(_at_most(MOST_PAYLOADS, "payloads"))]
 _Uuids = Annotated[list[Label], _FirstFault(), BeforeValidator(_at_most(MOST_PAYLOADS, "entries"))]
@@ -141,7 +187,9 @@ class UpdateRequest(BaseModel):
     weight_update_mode: Label | None = Field(
         None, description='"lora_merge", or null for the engine\'s own full-weight update.'
     )
-    lora_alpha: float | None = Field(None, description="Scale is alpha / rank; null means alpha = rank.")
+    lora_alpha: _Alpha | None = Field(
+        None, description="Scale is alpha / rank; `rank` and null mean alpha = each layer's own rank, so scale 1.0."
+    )
     lora_rank: int | None = Field(
         None, description="Must be the rank of every pair without an entry in layer_scaling; null checks nothing."
     )
@@ -180,7 +228,11 @@ class UploadQuery(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     target_module: Label | None = Field(None, description="The only module that the file is for.")
-    lora_alpha: float | None = Field(None, description="Needed where the file has neither alphas nor layer_scaling.")
+    lora_alpha: _Alpha | None = Field(
+        None,
+        description="Of layers for which the file has neither an alpha nor layer_scaling, and needed for those; `rank` "
+        "means alpha = each layer's own rank, so scale 1.0.",
+    )
     lora_rank: int | None = Field(
         None, description="Must be the rank of every pair without a scale of its own; null checks nothing."
     )
@@ -427,7 +479,7 @@ def _commit_faults(request: UpdateRequest | UploadQuery) -> list[str]:
 
 def _scaling_faults(request: UpdateRequest | UploadQuery) -> list[str]:
     faults = []
-    if request.lora_alpha is not None and not math.isfinite(request.lora_alpha):
+    if isinstance(request.lora_alpha, float) and not math.isfinite(request.lora_alpha):
         faults.append(f"lora_alpha is {request.lora_alpha}; a finite number is needed")
     if request.lora_rank is not None and request.lora_rank < 1:
         faults.append(f"lora_rank is {in_short(request.lora_rank)}; it is at least 1")

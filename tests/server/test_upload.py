@@ -131,6 +131,30 @@ def test_with_no_alpha_anywhere_it_is_refused_and_says_where_peft_keeps_it(zimag
     answer = upload(zimage, body(zimage.adapter()))
     assert answer.status_code == 400
     assert "adapter_config.json" in answer.json()["message"]
+    assert "lora_alpha=rank" in answer.json()["message"]
+    assert zimage.checksum() == checksum
+
+
+def test_alpha_may_be_each_layers_own_rank(zimage):
+    """Ranks 4 and 2 in one file, no alpha in it; by JSON the same word gives the same bytes."""
+    fours, twos = zimage.adapter(seed=3), zimage.adapter(seed=4, rank=2)
+    adapter = {layer: (twos if "to_" in layer else fours)[layer] for layer in fours}
+    assert {a.shape[0] for a, _ in adapter.values()} == {2, 4}
+    answer = upload(zimage, body(adapter), lora_alpha="rank")
+    assert answer.status_code == 200, answer.text
+    zimage.holds(zimage.expect(adapter, 1.0))
+    zimage.reset()
+    assert zimage.update(adapter, lora_alpha="rank", lora_rank=None).status_code == 200
+    zimage.holds(zimage.expect(adapter, 1.0))
+
+
+def test_another_kind_of_adapter_is_refused_by_what_it_is(zimage):
+    checksum = zimage.checksum()
+    named = [(f"layers.{block}.attention.to_q.lokr_w1", torch.ones(2, 2)) for block in (0, 1)]
+    for answer in (upload(zimage, save(dict(named)), lora_alpha=6), zimage.update(named)):
+        assert answer.status_code == 400
+        told = "layers.0.attention.to_q.lokr_w1, layers.1.attention.to_q.lokr_w1 are LoKr, of which no pair can be made"
+        assert told in answer.json()["message"]
     assert zimage.checksum() == checksum
 
 
@@ -140,7 +164,7 @@ def test_with_no_alpha_anywhere_it_is_refused_and_says_where_peft_keeps_it(zimag
         (b"hello", {"lora_alpha": 6}, 400, "not a safetensors file"),
         (b"", {"lora_alpha": 6}, 400, "not a safetensors file"),
         (None, {"lora_alpha": "nan"}, 400, "lora_alpha is nan"),
-        (None, {"lora_alpha": "six"}, 422, "lora_alpha"),
+        (None, {"lora_alpha": "six"}, 400, 'lora_alpha: a number is needed, or "rank"'),
         (None, {"lora_alpha": 6, "lora_rank": 8}, 400, "lora_rank 8"),
         (None, {"lora_alpha": 6, "target_module": "transformer_2"}, 400, "transformer_2"),
     ],

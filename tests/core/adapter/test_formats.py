@@ -191,8 +191,16 @@ def test_alpha_is_for_layers_of_which_the_file_says_none(tmp_path):
     tensors = {f"{layer}.lora_{side}": each for layer in "xy" for side, each in (("A", A), ("B", B))}
     path = written(tmp_path, tensors, {"layer_scaling": '{"y": 5.0}'})
     assert [pair.scale for pair in load_pairs(path, alpha=6)] == [3.0, 5.0]
-    with pytest.raises(LoraMergeError, match="says no alpha for x: say it with --alpha"):
+    with pytest.raises(LoraMergeError, match="says no alpha for x: say it with --alpha NUMBER, or with --alpha rank"):
         load_pairs(path)
+
+
+def test_alpha_may_be_each_layers_own_rank_where_the_file_says_none(tmp_path):
+    """Ranks 4 and 2: no number gives both the scale 1.0."""
+    tensors = {"x.lora_A": torch.randn(4, 6), "x.lora_B": torch.randn(4, 4), "y.lora_A": A, "y.lora_B": B}
+    tensors |= {"z.lora_A": A, "z.lora_B": B, "z.alpha": torch.tensor(6.0)}
+    pairs = load_pairs(written(tmp_path, tensors), alpha="rank")
+    assert [(pair.layer, pair.rank, pair.scale) for pair in pairs] == [("x", 4, 1.0), ("y", 2, 1.0), ("z", 2, 3.0)]
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):
@@ -201,6 +209,41 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path):
         load_pairs(path, alpha=1)
     for told in ("'x' has lora_A but no lora_B", "'y' has lora_B but no lora_A", "'z.bias' is a bias"):
         assert f"{path}: {told}" in str(caught.value)
+
+
+OTHER_KINDS = {
+    "LoKr": ["lokr_w1", "lokr_w2_a", "lokr_w2_b"],
+    "LoHa": ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
+    "OFT": ["oft_blocks", "oft_r.default.weight", "oft_R.weight"],
+    "VeRA": ["vera_lambda_b", "vera_lambda_d.default"],
+    "LoCon with a middle matrix": ["lora_mid.weight"],
+    "DoRA": ["dora_scale", "lora_magnitude_vector.default.weight"],
+    "AdaLoRA": ["lora_E"],
+    "IA3": ["ia3_l", "on_input"],
+    "GLoRA": ["a1.weight", "a2.weight", "b1.weight", "b2.weight"],
+    "a full difference of a weight or a bias": ["diff", "diff_b", "set_weight", "w_norm", "b_norm"],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_are_refused_by_what_they_are(tmp_path, kind):
+    """In one sentence for all their tensors; that their alphas have no pair is none of its own."""
+    names = [f"{layer}.{tail}" for layer in ("lora_unet_x", "y") for tail in OTHER_KINDS[kind]]
+    tensors = dict.fromkeys([*names, "lora_unet_x.alpha"], torch.ones(2, 2)) | {"lora_unet_x.alpha": torch.ones(())}
+    path = written(tmp_path, tensors | {"z.lora_A": A, "z.lora_B": B})
+    with pytest.raises(LoraMergeError) as caught:
+        load_pairs(path, alpha=1)
+    told, _, advice = (
+        str(caught.value).removeprefix(f"{path}: ").partition(f" are {kind}, of which no pair can be made: ")
+    )
+    assert sorted(told.split(", ")) == sorted(names)
+    assert advice == "merge it in the trainer or by the tool that made it, and send full weights"
+
+
+def test_of_many_tensors_of_another_kind_ten_are_named(tmp_path):
+    path = written(tmp_path, {f"x.{number:02}.lokr_w1": B for number in range(12)})
+    with pytest.raises(LoraMergeError, match=r"x[.]00[.]lokr_w1, .*, x[.]09[.]lokr_w1 and 2 more are LoKr, of which"):
+        load_pairs(path)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +271,9 @@ def test_a_second_alpha_is_refused(tmp_path):
 
 
 def test_a_file_that_is_none_is_named(tmp_path):
-    (tmp_path / "adapter_model.bin").write_bytes(b"a pickle")
-    with pytest.raises(LoraMergeError, match=r"adapter_model.bin: this is not a safetensors file"):
-        load_pairs(tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter").write_bytes(b"a picture")
+    with pytest.raises(LoraMergeError, match=r"adapter: this is not a safetensors file"):
+        load_pairs(tmp_path / "adapter")
 
 
 def test_a_path_without_an_adapter_is_named(tmp_path):

@@ -111,6 +111,9 @@ def test_one_layer_with_and_without_the_peft_prefix_is_an_error_naming_both():
         ("to_q.lora_magnitude_vector", "DoRA"),  # case S4
         ("base_model.model.to_q.lora_magnitude_vector.default.weight", "DoRA"),
         ("to_q.dora_scale", "DoRA"),
+        ("lora_unet_to_q.lokr_w1", "is LoKr, of which no pair can be made"),
+        ("vera_A", "VeRA"),
+        ("to_q.boft_s", "OFT"),
         ("to_q.lora_B.bias", "bias"),
         ("to_q.lora_B.default.bias", "bias"),
         ("to_q.lora_bias", "bias"),
@@ -133,6 +136,12 @@ def test_any_other_name_is_refused_by_name_and_by_what_it_is(name, what):
 
     assert repr(name) in fault
     assert what in fault
+
+
+@pytest.mark.parametrize("adapter", ["a1", "diff", "dora_scale", "lokr_w1"])
+def test_an_adapter_may_be_called_like_another_kind(adapter):
+    assert faults_of(sides(suffix=f".{adapter}.weight")) == ()
+    assert faults_of(sides("blocks.hada_w1.b1")) == ()
 
 
 # pairs
@@ -435,8 +444,24 @@ def test_an_alpha_may_be_required_and_then_any_source_of_it_will_do():
 
     pairing = pair_up(named, layer_scaling={"z": 1.0}, alpha_required=True)
 
-    assert [fault.split(":")[0] for fault in pairing.faults] == ["'x' has no alpha"]
+    assert pairing.faults == (
+        "no alpha for x: PEFT keeps it in adapter_config.json; add lora_alpha=NUMBER to the query, or lora_alpha=rank "
+        "if scale 1.0 is meant, as by ComfyUI for a file that says none",
+    )
     assert pair_up(named, alpha=1, alpha_required=True).faults == ()
+
+
+def test_alpha_may_be_each_layers_own_rank_except_where_the_file_says_one():
+    named = [*sides("x", rank=4), *sides("y", rank=2), *sides("z", rank=4), ("z.alpha", torch.tensor(2.0))]
+
+    pairing = pair_up(named, alpha="rank", layer_scaling={"y": 3.0}, alpha_required=True)
+
+    assert pairing.faults == ()
+    assert [(pair.rank, pair.scale) for pair in pairing.pairs] == [(4, 1.0), (2, 3.0), (4, 0.5)]
+    mixed = [*sides("x", rank=4), *sides("y", rank=2)]
+    for _ in range(2):  # the second time of a known signature
+        assert [pair.scale for pair in pair_up(mixed, alpha="rank").pairs] == [1.0, 1.0]
+        assert [pair.scale for pair in pair_up(mixed, alpha=4.0).pairs] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -65,6 +65,11 @@ def test_no_alpha_means_alpha_equal_to_rank(rank):
     assert scale_of(None, rank) == 1.0
 
 
+@pytest.mark.parametrize("rank", [1, 3, 64])
+def test_the_word_rank_means_alpha_equal_to_rank(rank):
+    assert scale_of("rank", rank) == 1.0
+
+
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, -math.inf, 1e39, -1e39])
 def test_a_scale_beyond_float32_is_refused_by_value(alpha):
     with pytest.raises(RequestError, match=re.escape(f"lora_alpha {alpha} over rank 1 ")):

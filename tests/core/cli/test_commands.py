@@ -72,6 +72,21 @@ def test_inspect_shows_layers_and_how_they_meet_a_family(adapter):
     assert "target modules of the family that no layer has: attn.to_v, attn.to_out.0" in told
 
 
+def test_alpha_may_be_each_layers_own_rank(tmp_path):
+    tensors = {}
+    for layer, rank in (("x", 4), ("y", 2)):
+        tensors |= {f"{layer}.lora_A": torch.randn(rank, 6), f"{layer}.lora_B": torch.randn(4, rank)}
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    found = json.loads(run("inspect", tmp_path / "adapter.safetensors", "--alpha", "rank", "--json"))
+    assert [(layer["rank"], layer["scale"]) for layer in found["layers"]] == [(4, 1.0), (2, 1.0)]
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("push", "127.0.0.1:1")])
+def test_an_alpha_that_is_neither_is_a_wrong_argument(command, adapter):
+    told = run(*command, adapter, "--alpha", "ranks", code=2)
+    assert "Invalid value for --alpha: 'ranks' is neither a number nor \"rank\"" in told
+
+
 def test_inspect_with_base_weights_tells_what_rounding_would_take(adapter, tmp_path):
     base = tmp_path / "base.safetensors"
     save_file({f"{layer}.weight": torch.randn(4, 6).bfloat16() for layer in FAMILY_LAYERS}, base)

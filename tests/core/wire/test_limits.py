@@ -106,7 +106,16 @@ def test_what_is_no_name_of_a_side_is_refused(name):
 
 def test_hard_names_take_linear_time():
     """Case: 20 s for one name of 144 kB; here as many of the longest that are read as take longer than the test."""
-    units = (".lora_A.x", ".lora_embedding_A.x", ".lora_A", ".bias", ".lora.up.", "lora_magnitude_vecto")
+    units = (
+        ".lora_A.x",
+        ".lora_embedding_A.x",
+        ".lora_A",
+        ".bias",
+        ".lora.up.",
+        "lora_magnitude_vecto",
+        ".vera_lambda_",
+        ".oft_",
+    )
     for unit in units:
         name = ("a" + unit * LONGEST_NAME)[: LONGEST_NAME - 2] + "\n\n"
         for number in range(3000):

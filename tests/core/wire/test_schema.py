@@ -13,7 +13,10 @@ from sgld_lora_merge.wire.schema import (
     ResetRequest,
     UpdateAnswer,
     UpdateRequest,
+    UploadQuery,
     check_update,
+    check_upload,
+    parse_alpha,
     parse_fields,
     parse_json,
 )
@@ -83,6 +86,30 @@ def test_alpha_is_an_integer_or_a_float(alpha):
     check_update(request)
 
     assert request.lora_alpha == alpha
+
+
+def test_alpha_may_be_the_word_rank_in_an_update_and_in_an_upload():
+    request = update(lora_alpha="rank")
+    query, _ = parse_fields(UploadQuery, {"lora_alpha": "rank"})
+
+    check_update(request)
+    check_upload(query)
+
+    assert (request.lora_alpha, query.lora_alpha) == ("rank", "rank")
+    assert parse_fields(UploadQuery, {"lora_alpha": "16"})[0].lora_alpha == 16.0
+    assert (parse_alpha("rank"), parse_alpha("0.5")) == ("rank", 0.5)
+
+
+@pytest.mark.parametrize("word", ["ranks", "Rank", "six", "", "r" * 1000])
+@pytest.mark.parametrize(("model", "fields"), [(UpdateRequest, FIELDS), (UploadQuery, {})], ids=["update", "upload"])
+def test_any_other_word_for_alpha_is_a_400_that_says_what_may_stand_there(model, fields, word):
+    with pytest.raises(RequestError, match='lora_alpha: a number is needed, or "rank"') as error:
+        parse_fields(model, fields | {"lora_alpha": word})
+
+    assert repr(word[:80]) in str(error.value)
+    assert len(error.value.faults) == 1
+    with pytest.raises(ValueError, match='is neither a number nor "rank"'):
+        parse_alpha(word)
 
 
 def test_absent_fields_have_their_defaults():
