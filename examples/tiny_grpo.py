@@ -256,7 +256,7 @@ def picture(ways: dict[str, list[Step]], file: Path, columns: int = 8) -> None:
     left, right = figure.subfigures(1, 2, width_ratios=(1.15, 1))
     for row, (step, axes) in enumerate(zip(chosen, left.subplots(4, 1), strict=True)):
         strip = torch.cat(list(step.images[:columns]), dim=2).clamp(0, 1)
-        axes.imshow(strip.permute(1, 2, 0), interpolation="nearest")
+        axes.imshow(strip.permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set(xticks=[], yticks=[], ylabel=f"version {step.version}")
         if row == 0:
             axes.set_title("what the engine draws", fontsize=10)
