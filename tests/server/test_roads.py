@@ -92,7 +92,7 @@ BAD = {
     "an unknown layer": (lambda a: [(n.replace("layers.0", "layers.7"), t) for n, t in lora.named(a)], {}, "unknown"),
     "NaN": (lambda a: [(n, t * torch.nan) for n, t in lora.named(a)], {}, "NaN or infinite"),
     "an unknown mode": (lora.named, {"weight_update_mode": "lora_mergee"}, "'lora_mergee' is unknown"),
-    "a text for alpha": (lora.named, {"lora_alpha": "6"}, "lora_alpha: Input should be a valid number, got '6'"),
+    "a text for alpha": (lora.named, {"lora_alpha": "6"}, 'lora_alpha: a number is needed, or "rank"'),
     "an unknown module": (lora.named, {"target_modules": ["transformer_9"]}, "transformer_9"),
     "nothing": (lora.named, {"serialized_named_tensors": []}, "serialized_named_tensors is empty"),
     "full weights that are none": (
